@@ -20,24 +20,27 @@ from kvferry.client.engine_pools import EnginePools
 from kvferry.client.one_rank import OneRank
 from kvferry.client.open_request import OpenRequest
 from kvferry.client.requests import (
+    FOR_PAGES,
     MAX_FINISH_DIGEST_BYTES,
     Admitted,
     Begun,
     DaemonGone,
     HandshakeFailed,
-    NotOpened,
     PageTokens,
+    Patience,
     Ready,
     RequestFailed,
     RequestName,
     Retracted,
     check_output_digests,
+    check_size,
+    milliseconds,
     name_in_use,
     with_page_tokens,
 )
 from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, StreamEnd, new_hello, open_stream
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.proto.limits import MAX_AUX_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_CHARS
+from kvferry.proto.limits import MAX_AUX_BYTES, MAX_REASON_CHARS
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.waiting import complete, is_done
 
@@ -165,7 +168,7 @@ class DaemonClient:
                 tail_digest=tail_digest,
                 prefill=prefill,
                 max_new_tokens=max_new_tokens,
-                deadline_ms=_milliseconds(deadline_s),
+                deadline_ms=milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
                 held_tokens=held_tokens,
@@ -237,6 +240,7 @@ class DaemonClient:
         warmup: bool = False,
         traceparent: str = "",
         blocks: Sequence[int] = (),
+        patience: Patience = FOR_PAGES,
     ) -> Begun:
         """Asks the daemon for pages for this prompt. `blocks`: the first of them, of an engine that has registered
         blocks; they are read until `ended` or `abort` returns. Raises RequestFailed, DaemonGone; NotOpened when the
@@ -247,15 +251,24 @@ class DaemonClient:
                 digests=digests,
                 tokens=tokens,
                 tail_digest=tail_digest,
-                deadline_ms=_milliseconds(deadline_s),
+                deadline_ms=milliseconds(deadline_s),
                 priority=priority,
                 warmup=warmup,
                 traceparent=traceparent,
                 blocks=blocks,
             )
         )
+        patience.mark(message.begin)
         request = self._open(name, message, tokens, deadline_s)
+        request.proceed = patience.proceed
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
+
+    def fetch(self, name: RequestName, blocks: Sequence[int], held_tokens: int) -> None:
+        """Has what Proceed offered fetched into the prompt's first blocks, but those of the first `held_tokens`; no
+        blocks: nothing. Raises RequestFailed if the request failed."""
+        self.check(name)
+        told = worker_pb2.Fetch(name=name.to_proto(), blocks=blocks, held_tokens=held_tokens)
+        self._send(worker_pb2.WorkerMessage(fetch=told))
 
     def progress(self, name: RequestName, tokens: int, blocks: Sequence[int] = ()) -> None:
         """The KV of the prompt's first `tokens` tokens is in the pool; `blocks`: those that follow what was named.
@@ -385,13 +398,7 @@ class DaemonClient:
         self._raise_if_broken()
         if name in self._requests:
             raise name_in_use(name)
-        size = message.ByteSize()
-        if size > MAX_MESSAGE_BYTES:
-            raise NotOpened(
-                common_pb2.ERROR_INVALID_ARGUMENT,
-                f"tokens has {tokens} tokens: with their digests at page size {self.geometry.page_size} the message to "
-                f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
-            )
+        check_size(message, tokens, self.geometry.page_size)
         shape = self.geometry.page_size, self.welcome.pages, self.pools.in_blocks
         request = self._requests[name] = OpenRequest(tokens, deadline_s, *shape)
         self._send(message if self._rank is None else self._rank.opening(message))
@@ -439,11 +446,5 @@ class DaemonClient:
         if kind == "welcome":
             raise ValueError("a second Welcome")
         name = RequestName.from_proto(getattr(event, kind).name)
-        request = self._requests.get(name)
-        if request is None:
-            return  # over on this side: its Abort and this event crossed
-        request.take(kind, event)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+        if (request := self._requests.get(name)) is not None:  # else its Abort and this event crossed
+            request.take(kind, event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ class OpenRequest:
     pages: int = 0
     failure: RequestFailed | None = None
     retracted: bool = False
+    proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
 
     def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
         """Raises ValueError when the daemon gives pages that the request cannot have."""
@@ -42,6 +43,9 @@ class OpenRequest:
         elif kind == "begun":
             pages = self._new_pages(event.begun.pages, -(-self.tokens // self.page_size), "Begun.pages")
             _resolve(self.begun, Begun(event.begun.matched_tokens, pages))
+        elif kind == "proceed":
+            if self.proceed is not None:
+                self.proceed(event.proceed.fetch_tokens)
         elif kind == "ready":
             ready = event.ready
             wanted = ready.page_tokens_from if ready.HasField("page_tokens_from") else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2, worker_pb2
@@ -91,6 +92,23 @@ class Begun(NamedTuple):
     pages: tuple[int, ...]  # ids of all prompt pages in order
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """What a prefill worker waits for before it computes: see Patience in proto/worker.proto. `proceed` is called with
+    Proceed.fetch_tokens."""
+
+    kind: worker_pb2.Patience
+    held_tokens: int = 0
+    proceed: Callable[[int], None] | None = None
+
+    def mark(self, begin: worker_pb2.Begin) -> None:
+        begin.patience, begin.held_tokens = self.kind, self.held_tokens
+
+
+FOR_PAGES = Patience(worker_pb2.PATIENCE_PAGES)
+FOR_NOTHING = Patience(worker_pb2.PATIENCE_NONE)
+
+
 class Ready(NamedTuple):
     aux: bytes  # as the prefill worker gave it; empty when the worker computes the prompt itself
     delta_pages: int
@@ -104,6 +122,20 @@ class PageTokens(NamedTuple):
 
     first_token: int
     tokens: Sequence[int]
+
+
+def milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def check_size(message: worker_pb2.WorkerMessage, tokens: int, page_size: int) -> None:
+    """NotOpened where the digests of a prompt of so many tokens make it too long."""
+    if (size := message.ByteSize()) > MAX_MESSAGE_BYTES:
+        raise NotOpened(
+            common_pb2.ERROR_INVALID_ARGUMENT,
+            f"tokens has {tokens} tokens: with their digests at page size {page_size} the message to "
+            f"the daemon has {size} bytes; it may have {MAX_MESSAGE_BYTES}",
+        )
 
 
 def check_output_digests(tokens: int, max_new_tokens: int, page_size: int) -> None:

@@ -15,11 +15,12 @@ from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import RequestName
+from kvferry.client.requests import RequestFailed, RequestName
 from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import UNWANTED, DaemonRequest, EngineStep, Push, run_whole
+from kvferry.proto import common_pb2
 from kvferry.waiting import complete
 
 
@@ -94,8 +95,8 @@ class BlockRequests:
             self._tools.reports.add_received(order.request, order.blocks)
         async with self._lease(order.request, name) as lease:
             client = lease.client
-            await self._tools.begin(client, push)
-            await self._push_chunks(client, push)
+            matched = await self._begin(client, push)
+            await self._push_chunks(client, push, matched)
             client.aux(name, await push.aux())
             await client.ended(name, self._tools.end_seconds)
             lease.ended()
@@ -103,12 +104,44 @@ class BlockRequests:
             return True
         return False
 
-    async def _push_chunks(self, client: DaemonClient, push: Push) -> None:
-        saved = named = 0
+    async def _begin(self, client: DaemonClient, push: Push) -> int:
+        """How many tokens are in the prompt's blocks without having been computed for it."""
+        if not push.order.waits:
+            return (await self._tools.begin(client, push)).matched_tokens
+        naming = asyncio.ensure_future(self._name_blocks(client, push))
+        try:
+            matched = (await self._tools.begin(client, push)).matched_tokens
+        finally:
+            naming.cancel()
+            await asyncio.gather(naming, return_exceptions=True)
+        if push.fill is not None:
+            good = max(0, min(matched, push.fill.end) - push.fill.start) // self._blocks.block_tokens
+            self._tools.moved.loaded_bytes += good * self._blocks.row_bytes
+            push.received = True
+            self._tools.reports.add_received(push.order.request, push.fill.blocks[good:])
+        return matched
+
+    async def _name_blocks(self, client: DaemonClient, push: Push) -> None:
+        """Answers what the daemon offers to fetch, once the engine has blocks for it or computes it after all."""
+        await self._tools.placed(client, push)
+        if push.offered:
+            fill = push.fill
+            await self._computed(push.begun)
+            if fill is None:
+                client.fetch(push.order.name, (), 0)
+            else:
+                client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
+
+    async def _push_chunks(self, client: DaemonClient, push: Push, matched: int) -> None:
+        saved = matched
+        filled = () if push.fill is None or not matched else push.fill.held_blocks + push.fill.blocks
+        named = len(filled)
         while saved < push.order.prompt.tokens:
             save, done, end = await push.more(saved, self._blocks.page_size)
+            if save.blocks[: len(filled)] != filled[: len(save.blocks)]:
+                raise RequestFailed(common_pb2.ERROR_ABORTED, "the engine computes it in other blocks than were loaded")
             await self._computed(done)
-            upto = -(-end // self._blocks.block_tokens)
+            upto = max(named, -(-end // self._blocks.block_tokens))
             client.progress(push.order.name, end, save.blocks[named:upto])
             saved, named = end, upto
 

@@ -8,17 +8,31 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.client.requests import Admitted, Begun, DaemonGone, NameInUse, NotOpened, RequestFailed, RequestName
+from kvferry.client.requests import (
+    Admitted,
+    Begun,
+    DaemonGone,
+    NameInUse,
+    NotOpened,
+    Patience,
+    RequestFailed,
+    RequestName,
+)
 from kvferry.connectors import first_token
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import Moment, Mover
-from kvferry.connectors.orders import Load, Restore, StorePages
+from kvferry.connectors.orders import Load, News, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
 from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
+from kvferry.proto import worker_pb2
+from kvferry.waiting import within
+
+CHECK_SECONDS = 0.5  # between looks whether a prompt that has no blocks yet has failed
 
 _log = logging.getLogger(__name__)
 
@@ -118,13 +132,40 @@ class RequestTools:
         return admitted
 
     async def begin(self, client: DaemonClient, push: Push) -> Begun:
-        """Has prefill's daemon expect the prompt."""
-        return await client.begin(
-            push.order.name,
-            **push.order.prompt.words,
+        """Has prefill's daemon expect the prompt. Where the engine waits for that, it is told what the daemon has of
+        it, and this returns when the engine has blocks."""
+        order = push.order
+        kind = worker_pb2.PATIENCE_FETCH if order.waits else worker_pb2.PATIENCE_NONE
+        begun = await client.begin(
+            order.name,
+            **order.prompt.words,
             deadline_s=self.settings.deadline_seconds,
-            traceparent=push.order.traceparent,
+            traceparent=order.traceparent,
+            patience=Patience(kind, order.held, partial(self._proceed, push)),
         )
+        if order.waits:
+            self._found(push, begun.matched_tokens)
+            await self.placed(client, push)
+        return begun
+
+    def _proceed(self, push: Push, tokens: int) -> None:
+        push.offered = tokens > 0
+        self._found(push, tokens)
+
+    def _found(self, push: Push, tokens: int) -> None:
+        """Has the scheduler's half told, once, what the daemon has of a prompt that waits, or can fetch."""
+        if not push.told:
+            push.told = True
+            self.reports.add_news(News(found={push.order.request: tokens}))
+
+    async def placed(self, client: DaemonClient, push: Push) -> None:
+        """Waits until the engine has blocks for the prompt: it says which are to be loaded into, or what it has
+        computed. Raises RequestFailed, DaemonGone."""
+        while push.fill is None and push.save is None:
+            push.wake.clear()
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await within(CHECK_SECONDS, push.wake.wait())
+            client.check(push.order.name)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts work that the engine need not wait for."""

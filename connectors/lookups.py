@@ -31,6 +31,7 @@ class _Daemon:
     name: str
     pages: int
     keeps: bool
+    fetch_tokens: int
     index: _core.HeldIndexReader
 
     @property
@@ -74,6 +75,12 @@ class HeldPrefixes:
     def keeps(self) -> bool:
         """Whether it keeps pages that are handed in; False while that is not known."""
         return (found := self._daemon) is not None and found.keeps
+
+    @property
+    def fetch_tokens(self) -> int:
+        """Lacking tokens of a prompt from which on the daemon may fetch them; 0: it fetches nothing, as far as is
+        known."""
+        return found.fetch_tokens if (found := self._daemon) is not None else 0
 
     def held_pages(self, digests: bytes) -> int:
         """The first pages of a prompt that the daemon can read just now; 32 bytes a page."""
@@ -131,7 +138,8 @@ class HeldPrefixes:
                 stub = worker_pb2_grpc.WorkerStub(channel)
                 reply = stub.Held(self._request, timeout=self._timeout_s)
             if reply.file:  # else no worker has come yet
-                self._daemon = _Daemon(reply.daemon, reply.pages, not reply.drops, _map(reply.file, reply.nbytes))
+                index = _map(reply.file, reply.nbytes)
+                self._daemon = _Daemon(reply.daemon, reply.pages, not reply.drops, reply.fetch_tokens, index)
             self._told_gone = False
         except (grpc.RpcError, OSError, ValueError) as error:
             if not self._told_gone and not self._closed:

@@ -2,9 +2,10 @@
 
 Decode:  Load or Restore -> (reported received); at the end StorePages -> (reported sent)
 Prefill: Begin -> (reported received, where it loads) -> Save* -> FirstToken? -> Release or Drop -> (reported sent)
+         Begin that waits -> (News.found) -> Fill? -> (reported received) -> Save* and so on
 Cancel ends a load, of a Begin too: it is still reported received, once, when nothing touches the blocks any more; where
-that had been reported already, nothing is. Forget ends everything that was ordered before it: loads are reported with
-all of their blocks bad, stores without having been made.
+that had been reported already, nothing is. It also ends a Begin that waits, of which nothing is reported. Forget ends
+everything that was ordered before it: loads are reported with all of their blocks bad, stores without having been made.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class StorePages:
 @dataclass(frozen=True, slots=True)
 class Begin:
     """A prompt whose pages are to be sent. Where `blocks` are given, tokens [start, end) of it, which the daemon was
-    found to hold, are loaded into them first."""
+    found to hold, are loaded into them first. `waits`: the engine has no blocks for it yet, and waits for what the
+    daemon may fetch. The first `held` tokens it has itself."""
 
     request: str
     name: RequestName
@@ -80,6 +82,20 @@ class Begin:
     end: int = 0
     blocks: tuple[int, ...] = ()
     traceparent: str = ""
+    waits: bool = False
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Tokens [start, end) of a prompt that waited, which the daemon has or can fetch, into `blocks`; the engine holds
+    what is before them, in `held_blocks`."""
+
+    request: str
+    start: int
+    end: int
+    held_blocks: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +145,7 @@ class Forget:
     """The engine's weights have changed: what was ordered before is to have no effect any more."""
 
 
-Order: TypeAlias = Load | Restore | StorePages | Begin | Save | FirstToken | Release | Drop | Cancel | Forget
+Order: TypeAlias = Load | Restore | StorePages | Begin | Fill | Save | FirstToken | Release | Drop | Cancel | Forget
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +156,13 @@ class News:
     sessions: Mapping[int, bool] = field(default_factory=dict)  # by rank: whether it has one with the daemon, if new
     first: Mapping[str, int] = field(default_factory=dict)  # of loads that end well: the reply's first token
     bad: frozenset[str] = frozenset()  # requests whose loads have not ended well, on some rank
+    found: Mapping[str, int] = field(default_factory=dict)  # by prompt that waits: tokens that the daemon has of it now
 
     def then(self, later: News) -> News:
         """Both: of one rank, one behind the other, or of two ranks."""
         sessions = {**self.sessions, **later.sessions}
-        return News(self.failed | later.failed, sessions, {**self.first, **later.first}, self.bad | later.bad)
+        first, found = {**self.first, **later.first}, {**self.found, **later.found}
+        return News(self.failed | later.failed, sessions, first, self.bad | later.bad, found)
 
 
 @dataclass(slots=True)

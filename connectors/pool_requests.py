@@ -122,17 +122,17 @@ class PoolRequests:
         return False
 
     async def _load_first(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
-        order = push.order
-        end = min(matched, order.end)
+        load = push.load
+        end = min(matched, load.end)
         good = 0
-        if end > order.start:
+        if end > load.start:
             pool = pool_of(client)
-            places = self._blocks.places(pool, pages, order.blocks, order.start, end)
+            places = self._blocks.places(pool, pages, load.blocks, load.start, end)
             await self._to_blocks(pool, places, push.begun)
-            client.check(order.name)
-            good = (end - order.start) // self._blocks.block_tokens
+            client.check(push.order.name)
+            good = (end - load.start) // self._blocks.block_tokens
         push.received = True
-        self._tools.reports.add_received(order.request, order.blocks[good:])
+        self._tools.reports.add_received(load.request, load.blocks[good:])
 
     async def _push_chunks(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
         total, saved = push.order.prompt.tokens, matched

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from kvferry.connectors import params as transfer_params
-from kvferry.connectors.orders import Begin, Cancel, Drop, FirstToken, Orders, Release, Save
-from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, counted, traceparent_of
+from kvferry.connectors.orders import Begin, Cancel, Drop, Fill, FirstToken, Orders, Release, Save
+from kvferry.connectors.scheduler_side import (
+    UNKNOWN,
+    EngineRequest,
+    SchedulerSide,
+    Tracked,
+    answer,
+    counted,
+    traceparent_of,
+)
+
+MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
 
 _log = logging.getLogger(__name__)
 
 
 class PrefillScheduler(SchedulerSide):
-    """The prefill engine's part: prompts are computed here and pushed, chunk by chunk."""
+    """The prefill engine's part: prompts are computed here and pushed, chunk by chunk.
+
+    Where the daemon fetches, a prompt of which enough is lacking is begun when the engine first asks for it, before it
+    has blocks. It waits until the daemon says what it has of it: that is little time where nothing is fetched.
+    """
 
     def new_request(self, request: EngineRequest) -> None:
         try:
@@ -29,30 +42,74 @@ class PrefillScheduler(SchedulerSide):
             return
         self.counts.not_asked += not self._view.up
 
-    def matched(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.begun or not self._view.up or request.skip_reading_prefix_cache:
+        if tracked is None or tracked.alone or request.skip_reading_prefix_cache:
             return 0, False
+        tracked.held = computed
+        if tracked.begun:
+            if not tracked.waits or tracked.unsent:
+                return 0, False
+            return (None, False) if tracked.found == UNKNOWN else answer(tracked.found, computed)
+        if not self._view.up:
+            return 0, False
+        if self._may_fetch(tracked, computed):
+            self._begin(tracked, waits=True)
+            return None, False
         return self._held(tracked, request.num_prompt_tokens - 1, computed)
+
+    def _may_fetch(self, tracked: Tracked, computed: int) -> bool:
+        """Whether the daemon may fetch enough of it from the decode daemon that asks for it."""
+        least = self._view.fetch_tokens
+        if not least or len(self._waiting) >= MOST_WAITING or not self._session or self._too_long(tracked):
+            return False
+        page, last = self.shape.page_size, tracked.request.num_prompt_tokens - 1  # that one is computed in any case
+        most = last // page * page
+        if most - computed < least:
+            return False
+        return most - self._view.held_pages(tracked.chain.pages(last)) * page >= least
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.begun or tracked.alone:
+        self._waiting.discard(request.request_id)
+        if tracked is None or tracked.alone:
             return
+        start, end = tracked.found - external, tracked.found
+        own = self._blocks(blocks, start, end) if external else ()
+        if not tracked.begun:
+            self._begin(tracked, start, end, own)
+        elif tracked.waits:
+            tracked.waits = False
+            if external:
+                tracked.loading = True
+                self._orders.append(Fill(request.request_id, start, end, self._blocks(blocks, 0, start), own))
+                self.counts.fills += 1
+                self.counts.fill_tokens += external
+
+    def _begin(
+        self, tracked: Tracked, start: int = 0, end: int = 0, blocks: tuple[int, ...] = (), *, waits: bool = False
+    ) -> None:
+        """Tells the worker, whether a look-up found the daemon gone or not: what was promised to the engine must be
+        reported, and a worker without a daemon fails the push at once."""
+        request = tracked.request
         assert tracked.params is not None
-        # Whether a look-up found the daemon gone or not: what was promised to the engine must be reported, and a worker
-        # without a daemon fails the push at once.
-        tracked.begun = True
-        most = self._view.most_pages
-        tracked.unsent = 0 < most < -(-request.num_prompt_tokens // self.shape.page_size)
+        tracked.begun, tracked.waits, tracked.loading = True, waits, bool(blocks)
+        tracked.unsent = self._too_long(tracked)
         prompt = tracked.chain.prompt(request.num_prompt_tokens)
-        begin = Begin(request.request_id, tracked.params.name, prompt, traceparent=traceparent_of(request))
-        if external:
-            start, end = tracked.found - external, tracked.found
-            begin = replace(begin, start=start, end=end, blocks=self._blocks(blocks, start, end))
-            tracked.loading = True
-        self._orders.append(begin)
+        if not blocks:
+            start = end = 0
+        if waits:
+            tracked.found = UNKNOWN
+            self._waiting.add(request.request_id)
+            self.counts.waits += 1
+        traceparent, held = traceparent_of(request), max(tracked.held, end)
+        name = tracked.params.name
+        self._orders.append(Begin(request.request_id, name, prompt, start, end, blocks, traceparent, waits, held))
         self.counts.begins += 1
+
+    def _too_long(self, tracked: Tracked) -> bool:
+        """Whether it has more pages than the daemon may give it."""
+        return 0 < self._view.most_pages < -(-tracked.request.num_prompt_tokens // self.shape.page_size)
 
     def step(
         self, scheduled: Mapping[str, int], preempted: Sequence[str], blocks_of: Callable[[str], Sequence[int]]
@@ -79,9 +136,14 @@ class PrefillScheduler(SchedulerSide):
 
     def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
         tracked = self._tracked.get(request.request_id)
+        self._waiting.discard(request.request_id)
         if tracked is None:
             return False, None
         if not tracked.begun:
+            del self._tracked[request.request_id]
+            return False, None
+        if tracked.waits and not tracked.alone:  # the engine has no block of it
+            self._orders.append(Cancel(request.request_id))
             del self._tracked[request.request_id]
             return False, None
         assert tracked.params is not None

@@ -61,6 +61,10 @@ class DaemonView(Protocol):
     def keeps(self) -> bool:
         """The daemon keeps pages that are handed in."""
 
+    @property
+    def fetch_tokens(self) -> int:
+        """Lacking tokens of a prompt from which on the daemon may fetch them; 0: it fetches nothing."""
+
     def held_pages(self, digests: bytes) -> int:
         """The first pages of a prompt that the daemon can read just now."""
 
@@ -69,6 +73,9 @@ class DaemonView(Protocol):
 
     def flush(self) -> None:
         """Has the daemon free what nothing holds, when it can be asked to."""
+
+
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +93,12 @@ class Tracked:
     request: EngineRequest
     params: TransferParams | None
     chain: PromptChain
-    found: int = 0  # tokens that the last answer rested on
+    found: int = 0  # tokens that the last answer rested on; UNKNOWN: the daemon is still to say
     settled: bool = False  # nothing more is fetched for it
     loading: bool = False  # the worker has been told to, and has not reported
     begun: bool = False  # prefill: the worker knows it
+    held: int = 0  # prefill: tokens that the engine had itself when it last asked
+    waits: bool = False  # prefill: it was begun before it has blocks, for what may be fetched
     saved: int = 0  # prefill: tokens that the worker was told of
     unsent: bool = False  # prefill: the worker has failed to send it, or will
     storing: bool = False
@@ -108,6 +117,9 @@ class SchedulerCounts:
     restore_tokens: int = 0
     stores: int = 0
     begins: int = 0
+    waits: int = 0  # of these, those that waited for what may be fetched
+    fills: int = 0  # of these, those of which something was loaded then
+    fill_tokens: int = 0
     not_asked: int = 0  # requests that the daemon was not asked for, since it was down
     resets: int = 0
 
@@ -135,6 +147,7 @@ class SchedulerSide:
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
+        self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []
 
     @property
@@ -151,9 +164,9 @@ class SchedulerSide:
         """The first thing heard of a request."""
         raise NotImplementedError
 
-    def matched(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
-        """Tokens that come from outside behind the `computed` ones that the engine holds, and whether they come
-        later."""
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        """Tokens that come from outside behind the `computed` ones that the engine holds, and whether they come later.
+        None: that is not known yet, and asked for again in the next step."""
         raise NotImplementedError
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
@@ -193,6 +206,9 @@ class SchedulerSide:
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True
+        for request, tokens in news.found.items():
+            if (tracked := self._tracked.get(request)) is not None and tracked.waits:
+                tracked.found = tokens if tracked.found == UNKNOWN and not tracked.unsent else tracked.found
         for request, token in news.first.items():
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.first = token
@@ -241,7 +257,7 @@ class SchedulerSide:
         if tokens // page * page <= computed:
             return 0, False
         tracked.found = self._view.held_pages(tracked.chain.pages(tokens)) * page
-        return (tracked.found - computed, True) if tracked.found > computed else (0, False)
+        return answer(tracked.found, computed)
 
     def _tracked_anew(self, request: EngineRequest, params: TransferParams | None) -> Tracked:
         """Tracks it from now on, its prompt's digests made. A request that cannot be named is the engine's alone: that
@@ -282,6 +298,11 @@ class SchedulerSide:
         needed = blocks[start // size : -(-end // size)]
         assert len(needed) == -(-end // size) - start // size, f"{len(blocks)} blocks for {end} tokens"
         return tuple(needed)
+
+
+def answer(found: int, computed: int) -> tuple[int, bool]:
+    """What `matched` answers where the first `found` tokens can be loaded."""
+    return (found - computed, True) if found > computed else (0, False)
 
 
 def traceparent_of(request: EngineRequest) -> str:

@@ -22,6 +22,7 @@ from kvferry.connectors.orders import (
     Begin,
     Cancel,
     Drop,
+    Fill,
     FirstToken,
     Forget,
     Load,
@@ -181,6 +182,8 @@ class WorkerSide:
                 push = self._pushes[order.request] = Push(order, step.begun, received=not order.blocks)
                 push.copying.set()
                 self._run(order.request, self._requests.push(push), partial(self._pushed, push))
+            elif isinstance(order, Fill):
+                self._fill(order, step)
             elif isinstance(order, Release):
                 self._release(order)
             elif isinstance(order, Drop):
@@ -229,6 +232,14 @@ class WorkerSide:
                 push.save, push.saved = save, done
                 push.wake.set()
 
+    def _fill(self, order: Fill, step: EngineStep) -> None:
+        push = self._pushes.get(order.request)
+        if push is None or push.over:
+            self.reports.add_received(order.request, order.blocks)
+            return
+        push.fill, push.begun, push.received = order, step.begun, False
+        push.wake.set()
+
     def _decide(self, order: FirstToken) -> None:
         if (push := self._pushes.get(order.request)) is not None:
             push.decide(order.token)
@@ -259,7 +270,7 @@ class WorkerSide:
             self.reports.add_news(News(frozenset({push.order.request})))
         if not push.received:
             push.received = True
-            self.reports.add_received(push.order.request, push.order.blocks)
+            self.reports.add_received(push.order.request, push.load.blocks)
         self._report_push(push)
 
     def _report_push(self, push: Push) -> None:

@@ -14,7 +14,7 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone, RequestName
 from kvferry.connectors import first_token
 from kvferry.connectors.movers import Moment
-from kvferry.connectors.orders import Begin, News, Save
+from kvferry.connectors.orders import Begin, Fill, News, Save
 from kvferry.waiting import slices
 
 UNWANTED = "the engine needs it no more"  # why a request is aborted
@@ -128,15 +128,23 @@ class Push:
     order: Begin
     begun: Moment  # what the engine had begun before it
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    fill: Fill | None = None
     save: Save | None = None  # the newest
     saved: Moment = None  # behind the step that computes what it names
     copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs
+    told: bool = False  # the scheduler's half was told what the daemon has of it, or can fetch
+    offered: bool = False  # the daemon fetches it once the engine has named blocks, or said that it needs none
     received: bool = True  # nothing is to be loaded for it, or it was reported
     released: bool = False  # its blocks are wanted back
     handed: bool = False  # all of it is the daemon's, but the token
     over: bool = False  # nothing touches its blocks any more
     token: int | None = None  # the first of its reply
     decided: asyncio.Event = field(default_factory=asyncio.Event)  # it is known, or that there is none
+
+    @property
+    def load(self) -> Begin | Fill:
+        """What says which blocks are loaded into first."""
+        return self.order if self.fill is None else self.fill
 
     def decide(self, token: int | None) -> None:
         """Says with which token the reply begins; None: with none. Only the first word counts."""

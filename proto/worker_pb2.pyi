@@ -1,11 +1,21 @@
 from kvferry.proto import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Patience(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PATIENCE_PAGES: _ClassVar[Patience]
+    PATIENCE_NONE: _ClassVar[Patience]
+    PATIENCE_FETCH: _ClassVar[Patience]
+PATIENCE_PAGES: Patience
+PATIENCE_NONE: Patience
+PATIENCE_FETCH: Patience
 
 class HeldRequest(_message.Message):
     __slots__ = ("role", "namespace_id")
@@ -16,21 +26,23 @@ class HeldRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., namespace_id: _Optional[bytes] = ...) -> None: ...
 
 class HeldReply(_message.Message):
-    __slots__ = ("daemon", "pages", "file", "nbytes", "drops")
+    __slots__ = ("daemon", "pages", "file", "nbytes", "drops", "fetch_tokens")
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     daemon: str
     pages: int
     file: str
     nbytes: int
     drops: bool
-    def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ..., drops: bool = ...) -> None: ...
+    fetch_tokens: int
+    def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ..., drops: bool = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens")
+    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens", "fetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +54,7 @@ class WorkerMessage(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     attached: Attached
     admit: Admit
@@ -53,10 +66,11 @@ class WorkerMessage(_message.Message):
     abort: Abort
     quiesced: Quiesced
     page_tokens: PageTokens
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end")
+    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end", "proceed")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +80,7 @@ class WorkerEvent(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     RETRACT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    PROCEED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     admitted: Admitted
     begun: Begun
@@ -75,7 +90,8 @@ class WorkerEvent(_message.Message):
     failed: Failed
     retract: Retract
     end: SessionEnd
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ...) -> None: ...
+    proceed: Proceed
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ...) -> None: ...
 
 class SessionEnd(_message.Message):
     __slots__ = ("code", "details", "daemon_ended")
@@ -348,7 +364,7 @@ class Abort(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup", "traceparent", "blocks")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "deadline_ms", "priority", "warmup", "traceparent", "blocks", "patience", "held_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +374,8 @@ class Begin(_message.Message):
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -367,7 +385,27 @@ class Begin(_message.Message):
     warmup: bool
     traceparent: str
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    patience: Patience
+    held_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, str]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+
+class Proceed(_message.Message):
+    __slots__ = ("name", "fetch_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    fetch_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("name", "blocks", "held_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    held_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages")

@@ -77,6 +77,8 @@ class Spec:
     program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
     flags: tuple[str, ...] = SMALL  # of each engine
     decode_flags: tuple[str, ...] = ()  # beside them
+    prefill_flags: tuple[str, ...] = ()
+    daemon_flags: tuple[str, ...] = ()  # of each daemon
     page_size: int = BLOCK
     pool: str = "daemon"  # or "engine": its blocks are registered with the daemon
     pool_bytes: str = "512MiB"  # of each daemon
@@ -221,7 +223,7 @@ class Cluster:
     def start_daemons(self) -> None:
         """Starts each data-parallel rank's; every decode daemon has all of prefill as peers."""
         pool = ["--pool", "engine"] if self.spec.pool == "engine" else ["--pool-bytes", self.spec.pool_bytes]
-        common = ["--page-size", str(self.spec.page_size), *pool]
+        common = ["--page-size", str(self.spec.page_size), *pool, *self.spec.daemon_flags]
         peers: list[str] = []
         for place, (role, rank) in enumerate(product(("prefill", "decode"), range(self.spec.dp))):
             name, listen = self.daemon_of(role, rank), f"127.0.0.1:{free_port()}"
@@ -271,8 +273,8 @@ class Cluster:
         words = [str(python), *self.spec.program, "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
-        if name == "decode":
-            words += self.spec.decode_flags
+        if name in ("prefill", "decode"):
+            words += self.spec.decode_flags if name == "decode" else self.spec.prefill_flags
         if (ranks := self.spec.ranks.get(name, 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
         if self.spec.dp > 1 and name != "alone":

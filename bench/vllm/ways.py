@@ -6,6 +6,8 @@ example     beside vLLM's ExampleConnector in MultiConnector, on both sides: pre
 faulty      prefill beside a connector whose loads fail (faulty_loads.py): vLLM computes again what kvferry sends
 servers     two API servers on each side (--api-server-count 2)
 preempted   caches of 34 blocks on both sides, prompts in chunks and long answers: requests are preempted
+back        the way back: prefill caches no prefixes, and before each turn but the first its daemon is replaced by one
+            that holds nothing; of each prompt what decode holds comes back, or is computed
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from chat import Load, Reply, compared, run_chats, texts
+from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
 from cluster import SMALL, Cluster, Log, Spec
 from demo import held
 
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
 DEADLINE_SECONDS = 60.0
+UP_SECONDS = 60.0
 UNCACHED = (*SMALL, "--no-enable-prefix-caching")  # else the engine itself has what the other connector could load
 SERVE = (str(Path(__file__).with_name("serve.py")), "serve")  # the module has one API server, whatever it is told
 CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens", "256")  # whose ends find no room
 SHORT = Load(conversations=3, turns=2, user_words=60, max_tokens=16)
+BACK = Load(conversations=3, turns=3, user_words=160, max_tokens=24)
 LONG = Load(conversations=6, turns=2, user_words=160, max_tokens=120)
 METRICS = ("vllm:num_preemptions_total", "vllm:kvferry_failed_total", "vllm:kvferry_pushed_total")
 
@@ -53,6 +57,9 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
         return replace(plain, flags=UNCACHED, beside=beside), SHORT
     if way == "faulty":
         return replace(plain, beside={"prefill": faulty()}), SHORT
+    if way == "back":
+        spec = replace(plain, prefill_flags=("--no-enable-prefix-caching",), daemon_flags=("--way-back", "always"))
+        return replace(spec, extra={"deadline_seconds": 2 * DEADLINE_SECONDS}), BACK
     if way == "servers":
         return replace(plain, program=SERVE, flags=(*SMALL, "--api-server-count", "2")), SHORT
     return replace(plain, flags=CHUNKED, decode_blocks=34, prefill_blocks=34), LONG
@@ -75,6 +82,8 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
     said = texts(reference)
+    if way == "back":
+        return run_back(spec, load, reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()
         got = [asyncio.run(run_chats(cluster.front, load, said)) for _ in range(2)]  # the second finds it all
@@ -102,8 +111,61 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
     return "\n".join([told, *wrong]), not wrong
 
 
+async def one_turn(url: str, load: Load, said: list[list[str]], turn: int) -> list[Reply]:
+    """All conversations' at once."""
+    async with new_client() as client:
+        ask = one_server(client, url)
+
+        async def one(conversation: int) -> Reply:
+            messages: Messages = []
+            for number in range(turn + 1):
+                messages.append({"role": "user", "content": user_text(conversation, number, load.user_words)})
+                if number < turn:
+                    messages.append({"role": "assistant", "content": said[conversation][number]})
+            return await ask(messages, load.max_tokens)
+
+        return list(await asyncio.gather(*(one(number) for number in range(load.conversations))))
+
+
+def wait_until_up(cluster: Cluster) -> None:
+    """The daemons' session is up, and prefill's engine is with its daemon."""
+    end = time.monotonic() + UP_SECONDS
+    while [peer.state for peer in cluster.stats("decode").peers] != ["up"] or not cluster.stats("prefill").workers:
+        assert time.monotonic() < end, "the daemons do not find each other again"
+        time.sleep(0.2)
+    time.sleep(1.0)  # the engine's scheduler looks for its daemon four times a second
+
+
+def run_back(spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
+    said, got = texts(reference), [list[Reply]() for _ in reference]
+    lines, fetched = list[str](), 0
+    with Cluster(spec) as cluster:
+        cluster.kvferry()
+        for turn in range(load.turns):
+            if turn:
+                cluster.kill_daemon("prefill")
+                cluster.start_daemon("prefill")
+            wait_until_up(cluster)
+            replies = asyncio.run(one_turn(cluster.front, load, said, turn))
+            for turns, reply in zip(got, replies, strict=True):
+                turns.append(reply)
+            back = cluster.stats("prefill").way_back
+            fetched += back.fetched_tokens
+            ends = ", ".join(f"{each.reason} {each.count}" for each in (*back.choices, *back.transfers.aborts))
+            prompts = ", ".join(str(reply.prompt_tokens) for reply in replies)
+            lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {back.fetched_tokens} fetched; {ends}")
+        leaks, failed = leaks_of(cluster), cluster.metric("prefill", "vllm:kvferry_failed_total")
+    comparison = compared(reference, got)
+    wrong = [*comparison.wrong, *leaks, *([] if fetched else ["nothing was fetched"])]
+    told = (
+        f"back: {comparison.tokens} tokens compared, {len(wrong)} wrong, {len(comparison.ties)} at ties; {fetched} "
+        f"tokens fetched, {failed:.0f} failed"
+    )
+    return "\n".join([told, *lines, *wrong]), not wrong
+
+
 def main() -> int:
-    ways = ("example", "faulty", "servers", "preempted")
+    ways = ("example", "faulty", "servers", "preempted", "back")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--output", type=Path)

@@ -150,8 +150,20 @@ class NamedBlocks:
         per_page = self._shape.per_page
         return range(first // per_page, pages_for(behind, per_page))
 
-    def of_pages(self, pages: range) -> tuple[int, ...]:
-        """Those of these pages, in order; -1 where none is named yet."""
+    def of_pages(self, pages: range, held: int = 0) -> tuple[int, ...]:
+        """Those of these pages, in order; -1 where none is named yet, and for those of the first `held` tokens."""
         per_page = self._shape.per_page
         ids = self._blocks[pages.start * per_page : pages.stop * per_page]
-        return tuple(ids) + (-1,) * (len(pages) * per_page - len(ids))
+        own = max(0, held // self._shape.block_tokens - pages.start * per_page)
+        return (-1,) * own + tuple(ids[own:]) + (-1,) * (len(pages) * per_page - len(ids))
+
+    def forget(self) -> None:
+        """None is named any more."""
+        self._blocks.clear()
+        self._known.clear()
+
+    def check_held(self, held: int) -> None:
+        """INVALID_ARGUMENT unless so many tokens may be the engine's own."""
+        if held % self._shape.block_tokens or held > self.tokens:
+            size = self._shape.block_tokens
+            raise invalid(f"held_tokens is {held}; it must be a multiple of {size}, and {self.tokens} at most")

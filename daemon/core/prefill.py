@@ -123,8 +123,7 @@ class PrefillCore:
         if entry is not None and entry.state not in (EntryState.EXPECTED, EntryState.OVER):
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
         namespace = self.cache.namespace(namespace_id)
-        most = self.cache.most(namespace)
-        error = self._refusal(entry, name, request.tokens, most)
+        error = self._refusal(entry, name, request, self.cache.most(namespace))
         if error is not None:
             self.counters.refused += 1
             self.begin_refused(name, error)
@@ -146,12 +145,18 @@ class PrefillCore:
         )
         entry.prompt = BegunPrompt(worker, hold, request.digests, request.tokens, request.tail_digest, keep, blocks)
         entry.prompt.begun_at = now
+        entry.prompt.patience = wire.PATIENCE_NONE if request.warmup and blocks else request.patience
+        entry.prompt.engine_held = request.held_tokens // self.cache.page_size
         self._supply.add(entry)
         self._sends.check_asks(entry)
+        self.fetches.begun(entry)
         self._pump(now)
 
-    def _refusal(self, entry: Entry | None, name: Name, tokens: int, most: int) -> RequestError | None:
+    def _refusal(self, entry: Entry | None, name: Name, request: wire.Begin, most: int) -> RequestError | None:
+        tokens, held = request.tokens, request.held_tokens
         need = pages_for(tokens, self.cache.page_size)
+        if held > tokens:
+            return invalid(f"held_tokens is {held}; the prompt has {tokens} tokens")
         if need > most:
             return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
         if entry is None:
@@ -182,7 +187,8 @@ class PrefillCore:
             self._keeper.fail(entry, error)
             self._pump(now)
             return
-        self._keeper.speed.progress(tokens - prompt.computed, now)
+        had = max(prompt.computed, prompt.engine_held * self.cache.page_size)
+        self._keeper.speed.progress(max(0, tokens - had), now)
         prompt.computed = tokens
         page_size = self.cache.page_size
         full, partial = divmod(tokens, page_size)
@@ -200,6 +206,15 @@ class PrefillCore:
                 assert entry.session is not None
                 self._outbox.put(SendProgress(entry.session, number, ready))
         self._pump(now)
+
+    def fetch(self, worker: int, name: Name, request: wire.Fetch, now: float) -> None:
+        """The engine names blocks for what can be fetched."""
+        entry, _ = self._table.prompt_of(worker, name)
+        if not entry.told:
+            self.cache.clock.now = now
+            if error := self.fetches.named(entry, request):
+                self._keeper.fail(entry, error)
+            self._pump(now)
 
     def aux(self, worker: int, name: Name, blob: bytes, now: float) -> None:
         """The worker's last word on the request: it touches the pages no more."""

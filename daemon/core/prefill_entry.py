@@ -9,6 +9,7 @@ from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.limits import Name, NamedBlocks
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
 
 UNASKED = 1 << 16  # added to the priority of what nobody asked for: it goes behind all that was
 
@@ -20,6 +21,7 @@ class EntryState(enum.Enum):
     RESERVED = "reserved"  # what it matched is locked and its pages are promised, but not free yet
     RESTORING = "restoring"  # has its pages; matched ones are on their way from the host tier
     LOOKING = "looking"  # an Ask that says what its decode daemon holds is waited for, briefly
+    OFFERED = "offered"  # the decode daemon holds some of it, for which its engine is to name blocks
     FETCHING = "fetching"  # the decode daemon sends back what it holds
     COMPUTING = "computing"  # the worker knows its pages
     COMPUTED = "computed"  # the worker has said its last word, and touches the pages no more
@@ -34,7 +36,7 @@ class EntryState(enum.Enum):
 
 # Tuples: an enum's member is found in them faster than in a set.
 _ENDS = (EntryState.FAILED_ENDING, EntryState.ABORTED)
-_BEGINS = (EntryState.LOOKING, EntryState.FETCHING, EntryState.COMPUTING)
+_BEGINS = (EntryState.LOOKING, EntryState.OFFERED, EntryState.FETCHING, EntryState.COMPUTING)
 _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.EXPECTED: (EntryState.PARKED, EntryState.WAITING, EntryState.OVER),
     EntryState.PARKED: (EntryState.WAITING, *_ENDS),
@@ -42,7 +44,8 @@ _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.WAITING: (EntryState.WAITING, EntryState.RESERVED, *_ENDS),
     EntryState.RESERVED: (EntryState.PARKED, EntryState.WAITING, EntryState.RESTORING, *_ENDS),
     EntryState.RESTORING: (EntryState.PARKED, EntryState.WAITING, *_BEGINS, *_ENDS),
-    EntryState.LOOKING: (EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
+    EntryState.LOOKING: (EntryState.OFFERED, EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
+    EntryState.OFFERED: (EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
     EntryState.FETCHING: (EntryState.COMPUTING, *_ENDS),
     EntryState.COMPUTING: (EntryState.COMPUTED, EntryState.FAILED, EntryState.ABORTED),
     EntryState.COMPUTED: (EntryState.SERVED, EntryState.RECEIVED, *_ENDS),
@@ -60,6 +63,7 @@ _QUEUED = (
     EntryState.RESERVED,
     EntryState.RESTORING,
     EntryState.LOOKING,
+    EntryState.OFFERED,
     EntryState.FETCHING,
 )
 _MOVING = (EntryState.RESTORING, EntryState.FETCHING, EntryState.COMPUTING)
@@ -86,6 +90,8 @@ class BegunPrompt:
     aux: bytes | None = None
     unasked: int = 0  # pages counted as held by what nobody asked for
     begun_at: float = 0.0
+    patience: wire.Patience = wire.PATIENCE_PAGES
+    engine_held: int = 0  # leading full pages that its engine has itself
 
     @property
     def pages(self) -> list[int]:

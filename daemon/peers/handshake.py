@@ -87,19 +87,21 @@ def hello_of(side: AnySide) -> peer.PeerHello:
 
 def _capabilities(side: AnySide) -> tuple[str, ...]:
     sums = (PART_SUMS,) if side.tiers.memory.can_sum else ()
-    back = (WAY_BACK,) if has_way_back(side.config) else ()
+    back = (WAY_BACK,) if has_way_back(side.config, side.role) else ()
     return (*CAPABILITIES, *sums, *back)
 
 
-def has_way_back(config: DaemonConfig) -> bool:
-    """Whether a daemon with these settings can fetch or send back, and is to."""
-    return config.way_back != "off" and not no_way_back(config)
+def has_way_back(config: DaemonConfig, role: str) -> bool:
+    """Whether a side of this role with these settings can fetch or send back, and is to."""
+    return config.way_back != "off" and not no_way_back(config, role)
 
 
-def no_way_back(config: DaemonConfig) -> str:
-    """Why a daemon with these settings can neither fetch nor send back; empty: it can."""
-    if config.pool == "engine":
+def no_way_back(config: DaemonConfig, role: str) -> str:
+    """Why a side of this role with these settings can not fetch (prefill) or send back (decode); empty: it can."""
+    if config.pool == "engine" and role == "decode":
         return "the pool is an engine's memory"
+    if config.pool == "engine" and config.ranks > 1:
+        return f"into the memory of an engine with {config.ranks} ranks nothing is fetched yet"
     if config.devices:
         return "the pool is on GPUs"
     return "nothing is kept (reuse is off)" if config.reuse == "off" else ""

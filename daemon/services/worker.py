@@ -141,6 +141,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             cache = side.cache
             namespace = cache.namespaces.get(request.namespace_id)
             reply.pages = cache.most(namespace) if namespace is not None else cache.pool.pages
+            reply.fetch_tokens = side.fetch_tokens
             reply.drops = cache.host is None and cache.limits.in_blocks
         if (held := side.tiers.held) is not None:
             reply.file, reply.nbytes = held.path, held.nbytes

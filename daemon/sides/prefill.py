@@ -50,8 +50,12 @@ class PrefillSide(Side[PrefillCore]):
 
     def make_core(self, cache: Cache) -> PrefillCore:
         config = self.config
-        way_back = WayBackLimits(config.way_back if has_way_back(config) else OFF, self.tiers.page_bytes)
+        way_back = WayBackLimits(config.way_back if has_way_back(config, self.role) else OFF, self.tiers.page_bytes)
         return PrefillCore(cache, PrefillLimits(config.queue, config.reuse, config.overtakes, way_back))
+
+    @property
+    def fetch_tokens(self) -> int:
+        return self.ready_core.limits.way_back.least_tokens
 
     @property
     def latencies(self) -> Latencies:
@@ -70,7 +74,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         core, now, number = self.ready_core, self.now(), worker.number
-        if kind not in ("begin", "progress", "aux", "abort"):
+        if kind not in ("begin", "fetch", "progress", "aux", "abort"):
             raise precondition(f"a prefill worker does not send {kind}")
         name = self.name_of(worker, getattr(message, kind).name)
         if name is None:
@@ -78,6 +82,8 @@ class PrefillSide(Side[PrefillCore]):
         try:
             if kind == "begin":
                 self._begin(worker, name, message.begin, now)
+            elif kind == "fetch":
+                core.fetch(number, name, message.fetch, now)
             elif kind == "progress":
                 core.progress(number, name, message.progress.tokens, now, message.progress.blocks)
             elif kind == "aux":

@@ -96,6 +96,11 @@ class Side(Generic[CoreT]):
     def latencies(self) -> Latencies:
         raise AssertionError("a side has a role")
 
+    @property
+    def fetch_tokens(self) -> int:
+        """HeldReply.fetch_tokens."""
+        return 0
+
     # -- its core ------------------------------------------------------------------------------------------------
 
     @property

@@ -70,6 +70,7 @@ class Daemon:
     most_pages: int = 0
     keeps: bool = True
     pages: int = 0
+    fetch_tokens: int = 0
     asked: list[bytes] = field(default_factory=list)
     asked_again: int = 0
     flushed: int = 0

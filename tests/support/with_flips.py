@@ -1,12 +1,14 @@
 """`python with_flips.py COMMAND ...`: kvferry's command line in this process, in which a bit of some received parts
 flips in the slot, after NIXL has written it and before it is copied out; in sessions with checksums alone. The
 environment's FLIP_EVERY says which: one of so many, by chance, all with 1. Not by count: transfers with that many parts
-left would lose the same one each time. A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a
+left would lose the same one each time. FLIP_FROM in its place: all from that one on, counted from 0; for transfers that
+are not tried again. A command is `PYTHON -m kvferry WORDS`, as `Stack.start` puts it behind a
 prefix.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
@@ -20,7 +22,14 @@ from kvferry.transfer.protocol.receiver import Scatter
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 
 EVERY = int(os.environ.get("FLIP_EVERY", "3"))
+FROM = int(os.environ.get("FLIP_FROM", "-1"))
 chance = random.Random(EVERY)
+numbers = itertools.count()
+
+
+def flips() -> bool:
+    """Whether a bit of the next part does."""
+    return chance.randrange(EVERY) == 0 if FROM < 0 else next(numbers) >= FROM
 
 
 def flip_in_shared_memory(copies: SharedPartCopies, scatter: Scatter) -> None:
@@ -39,13 +48,13 @@ shared_scatter, gpu_scatter = SharedPartCopies.scatter, GpuPartCopies.scatter
 
 
 def in_shared_memory(copies: SharedPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
-    if copies._sums and chance.randrange(EVERY) == 0:
+    if copies._sums and flips():
         flip_in_shared_memory(copies, scatter)
     shared_scatter(copies, scatter, done)
 
 
 def on_gpu(copies: GpuPartCopies, scatter: Scatter, done: ScatterEnd) -> None:
-    if copies._sums and chance.randrange(EVERY) == 0:
+    if copies._sums and flips():
         flip_on_gpu(copies, scatter)
     gpu_scatter(copies, scatter, done)
 

@@ -30,6 +30,7 @@ NOT_HELD = "not_held"  # decode lacks them, too
 FEW = "too_few"  # tokens
 SLOW = "too_slow"  # a fetch would take longer
 NO_SESSION = "no_way_back"  # in the session by which it is asked
+NO_PAGES = "no_pages"  # of its own to fetch into, in the time that its engine would wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class WayBackLimits:
 
     setting: str = OFF
     page_bytes: int = 0
+
+    @property
+    def least_tokens(self) -> int:
+        """The tokens of a prompt that must be lacking for anything to be fetched; 0: nothing ever is."""
+        return {OFF: 0, AUTO: LEAST_TOKENS, ALWAYS: 1}[self.setting]
 
 
 NO_WAY_BACK = WayBackLimits()
@@ -124,14 +130,16 @@ class Judge:
     fetch_seconds: float = 0.0
 
     def patience(self, tokens: int) -> float:
-        """Seconds from Begin on for which an Ask is waited for, where so many tokens are to be computed."""
+        """Seconds from Begin on for which an Ask is waited for where so many tokens are to be computed; pages are, too,
+        by an engine that could compute without them."""
         if self.limits.setting == ALWAYS:
             return FORCED_SECONDS
         return PATIENCE * tokens / self.speed.tokens_per_second
 
-    def choose(self, session: int, pages: int, now: float) -> Choice:
-        """The choice for so many pages, at least one, that the session's decode daemon holds."""
-        tokens = pages * self.page_size
+    def choose(self, session: int, pages: int, now: float, gained: int | None = None) -> Choice:
+        """The choice for so many pages that the session's decode daemon holds. `gained`: of them, those that need not
+        be computed then, at least one; the engine holds the others itself. None: all."""
+        tokens = (pages if gained is None else gained) * self.page_size
         self.compute_seconds = tokens / self.speed.tokens_per_second
         rate = self.rates.bytes_per_second(session, now)
         self.fetch_seconds = ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / rate

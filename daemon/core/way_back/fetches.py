@@ -13,13 +13,21 @@ from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
-from kvferry.daemon.core.effects import Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.effects import BindPages, Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
-from kvferry.daemon.core.way_back.choice import NO_ASK, NO_SESSION, NOT_HELD, OFF, Choice, Judge
+from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 
 TOO_LATE = "too_late"
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    end: int  # of the pages that can be fetched
+    seconds: float  # that the fetch may take
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +43,7 @@ class Fetch:
     deadline: float
     there: bytearray  # by page, whether it has arrived
     stopped: str = ""  # why it drains
+    blocks: frozenset[int] = frozenset()  # of an engine's, that it writes
 
     @property
     def end(self) -> int:
@@ -67,7 +76,10 @@ class Fetches:
         self._outbox = outbox
         self._publish, self._begin, self._settle = publish, begin, settle
         self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
+        self._offers: dict[Entry, _Offer] = {}  # for which engines are to name blocks
+        self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
+        self._written: set[int] = set()  # blocks of an engine's, by those
         self._sessions: set[int] = set()  # that have a way back
         self._next = 1
 
@@ -80,16 +92,33 @@ class Fetches:
 
     # -- before the worker is told ---------------------------------------------------------------------------------
 
+    def begun(self, entry: Entry) -> None:
+        """Bounds the wait of an engine that could compute meanwhile, from its Begin until the request has its pages."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if prompt.patience == wire.PATIENCE_NONE:
+            self.judge.speed.begins(entry, prompt.begun_at)
+        if prompt.patience == wire.PATIENCE_FETCH:
+            lacking = prompt.tokens - prompt.engine_held * self._cache.page_size
+            self._short[entry] = until = prompt.begun_at + self.judge.patience(lacking)
+            self._outbox.put(WakeAt(until))
+
     def take(self, entry: Entry) -> bool:
         """Whether the request, which has its pages, waits here first."""
         prompt = entry.prompt
         assert prompt is not None
-        if self.judge.limits.setting == OFF or not prompt.keep or not self._lacks(prompt) or not self._sessions:
+        self._short.pop(entry, None)
+        if self.judge.limits.setting == OFF or prompt.patience == wire.PATIENCE_NONE:
+            return False
+        if not prompt.keep and (prompt.blocks is None or prompt.patience == wire.PATIENCE_PAGES):
+            return False
+        if not self._lacks(prompt) or not self._sessions:
             return False
         if entry.asked:
             return self._choose(entry, prompt)
         now = self._cache.clock.now
-        until = prompt.begun_at + self.judge.patience(prompt.tokens - prompt.computed)
+        had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
+        until = prompt.begun_at + self.judge.patience(prompt.tokens - had)
         if until <= now:
             self.judge.count(Choice(NO_ASK))
             return False
@@ -105,9 +134,13 @@ class Fetches:
             if not self._choose(entry, entry.prompt):
                 self._begin(entry)
 
-    def _lacks(self, prompt: BegunPrompt) -> int:
-        """Pages that it would take; the last token is computed in any case, for its logits."""
-        return (prompt.tokens - 1) // self._cache.page_size - prompt.hold.matched
+    def _lacks(self, prompt: BegunPrompt) -> bool:
+        """Whether there is any page that would not have to be computed."""
+        return self._most(prompt) > max(prompt.hold.matched, prompt.engine_held)
+
+    def _most(self, prompt: BegunPrompt) -> int:
+        """Pages that it could have; the last token is computed in any case, for its logits."""
+        return (prompt.tokens - 1) // self._cache.page_size
 
     def _choose(self, entry: Entry, prompt: BegunPrompt) -> bool:
         assert entry.session is not None
@@ -115,23 +148,65 @@ class Fetches:
             self.judge.count(Choice(NO_SESSION))
             return False
         held = max((ask.held_tokens for ask in entry.asks), default=0) // self._cache.page_size
-        pages = min(held - prompt.hold.matched, self._lacks(prompt))
-        if pages < 1:
+        end = min(held, self._most(prompt))
+        gained = end - max(prompt.hold.matched, prompt.engine_held)
+        if gained < 1:
             self.judge.count(Choice(NOT_HELD))
             return False
+        # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
+        pages = gained if prompt.blocks is not None else end - prompt.hold.matched
         now = self._cache.clock.now
-        choice = self.judge.choose(entry.session, pages, now)
-        if choice.seconds > 0:
-            self._start(entry, prompt, pages, now, choice.seconds)
+        choice = self.judge.choose(entry.session, pages, now, gained)
+        if choice.seconds > 0 and prompt.blocks is not None:
+            entry.move(EntryState.OFFERED)
+            self._offers[entry] = _Offer(end, choice.seconds)
+            self._tell(entry, end * self._cache.page_size)
+        elif choice.seconds > 0:
+            self._start(entry, prompt, prompt.hold.matched, pages, choice.seconds)
         return choice.seconds > 0
 
-    def _start(self, entry: Entry, prompt: BegunPrompt, pages: int, now: float, seconds: float) -> None:
+    def _tell(self, entry: Entry, tokens: int) -> None:
+        assert entry.prompt is not None
+        proceed = wire.Proceed(name=entry.name.to_proto(), fetch_tokens=tokens)
+        self._outbox.tell(entry.prompt.worker, wire.WorkerEvent(proceed=proceed))
+
+    def named(self, entry: Entry, request: wire.Fetch) -> RequestError | None:
+        """The engine has blocks for what it was offered, or wants nothing of it. The objection, or None."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if (offer := self._offers.pop(entry, None)) is None:
+            return precondition("fetch comes once, and where Proceed says that something can be fetched")
+        page_size, first = self._cache.page_size, request.held_tokens // self._cache.page_size
+        if not request.blocks or first >= offer.end:
+            self._begin(entry)
+            return None
+        assert prompt.blocks is not None
+        try:
+            prompt.blocks.add(request.blocks)
+            prompt.blocks.check_held(request.held_tokens)
+        except RequestError as error:
+            return error
+        if prompt.blocks.tokens < offer.end * page_size:
+            return invalid(f"blocks of {prompt.blocks.tokens} tokens are named; {offer.end * page_size} were offered")
+        pages = range(first, offer.end)
+        # Blocks of the engine's own may be others', too: nothing writes them.
+        own = prompt.blocks.of_pages(pages, request.held_tokens)
+        if twice := self._written.intersection(own) - {-1}:
+            return precondition(f"blocks has {min(twice)}, which is fetched into for another request")
+        self._outbox.put(BindPages(tuple(prompt.pages[first : offer.end]), own))
+        fetch = self._start(entry, prompt, first, len(pages), offer.seconds)
+        fetch.blocks = frozenset(own)
+        self._written |= fetch.blocks
+        return None
+
+    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, pages: int, seconds: float) -> Fetch:
         assert entry.session is not None and entry.fetch is None
-        first, number = prompt.hold.matched, self._next
+        now, number = self._cache.clock.now, self._next
         self._next += 1
         page_ids = tuple(prompt.pages[first : first + pages])
         entry.fetch = number
-        self._open[number] = Fetch(number, entry, entry.session, first, page_ids, now, now + seconds, bytearray(pages))
+        fetch = Fetch(number, entry, entry.session, first, page_ids, now, now + seconds, bytearray(pages))
+        self._open[number] = fetch
         entry.move(EntryState.FETCHING)
         self.counters.opened += 1
         ask = peer.Ask(
@@ -148,6 +223,7 @@ class Fetches:
         )
         self._outbox.put(StartFetch(entry.session, ask, page_ids))
         self._outbox.put(WakeAt(now + seconds))
+        return fetch
 
     # -- on its way ------------------------------------------------------------------------------------------------
 
@@ -164,7 +240,8 @@ class Fetches:
             return
         assert prompt is not None
         prompt.pages_ready, prompt.computed = fetch.ready, fetch.ready * self._cache.page_size
-        self._publish(prompt, fetch.ready)
+        if prompt.keep:
+            self._publish(prompt, fetch.ready)
 
     def completed(self, number: int) -> None:
         """Every page has arrived; the receiver knows the transfer no more."""
@@ -193,24 +270,33 @@ class Fetches:
 
     def _over(self, fetch: Fetch) -> None:
         now, entry = self._cache.clock.now, fetch.entry
-        del self._open[fetch.number]
-        entry.fetch = None
+        self._close(fetch)
         if fetch.stopped in ("", TOO_LATE):  # else the time says nothing of the session
             nbytes = fetch.there.count(1) * self.judge.limits.page_bytes
             self.judge.rates.measured(fetch.session, nbytes, now - fetch.began, now)
         if entry.state is not EntryState.FETCHING:
             self._settle(entry)
             return
+        assert entry.prompt is not None
+        if entry.prompt.blocks is not None and fetch.ready == fetch.first_page:
+            entry.prompt.blocks.forget()  # an engine for which nothing was loaded may begin anew with others
         self.fetched_tokens += (fetch.ready - fetch.first_page) * self._cache.page_size
-        if self._cache.limits.zero_freed and fetch.ready < fetch.end:
+        if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:
             self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
         self._begin(entry)
+
+    def _close(self, fetch: Fetch) -> None:
+        """No copy of it runs."""
+        del self._open[fetch.number]
+        self._written -= fetch.blocks
+        fetch.entry.fetch = None
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def leave(self, entry: Entry) -> None:
         """The request has ended: it waits for nothing here; what is on its way drains."""
-        self._looking.pop(entry, None)
+        for waits in (self._looking, self._short, self._offers):
+            waits.pop(entry, None)
         if entry.fetch is not None:
             self.stop(entry.fetch, "request_ended")
 
@@ -220,16 +306,29 @@ class Fetches:
             del self._looking[entry]
             self.judge.count(Choice(NO_ASK))
             self._begin(entry)
+        for entry in [entry for entry, until in self._short.items() if until <= now]:
+            self._proceed(entry)
         for fetch in list(self._open.values()):
             if fetch.deadline <= now:
                 self.stop(fetch.number, TOO_LATE)
+
+    def _proceed(self, entry: Entry) -> None:
+        """Has the engine compute, with nothing fetched: it has waited long enough for pages."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if entry.state is EntryState.RESTORING:
+            return  # its pages are there, and copies end by themselves
+        del self._short[entry]
+        self.judge.speed.begins(entry, self._cache.clock.now)
+        prompt.patience = wire.PATIENCE_NONE
+        self.judge.count(Choice(NO_PAGES))
+        self._tell(entry, 0)
 
     def session_down(self, session: int) -> None:
         """The session is over, and no copy of it runs. Before its requests are failed."""
         self._sessions.discard(session)
         for fetch in [fetch for fetch in self._open.values() if fetch.session == session]:
-            del self._open[fetch.number]
-            fetch.entry.fetch = None
+            self._close(fetch)
             self.counters.abort("session_ended")
             if fetch.entry.state is not EntryState.FETCHING:
                 self._settle(fetch.entry)

@@ -59,8 +59,8 @@ class Pair:
         devices = chosen()[:1] if role == "prefill" else chosen()[-1:]
         return EngineMemory(64, PER_PAGE, seed=seed, device=next(iter(devices), None))
 
-    def pool_words(self) -> list[str]:
-        """The daemons' flags for their pools."""
+    def pool_words(self, role: str) -> list[str]:
+        """A daemon's flags for its pool."""
         return ["--pool-bytes", str(POOL_PAGES * FACTS.geometry.page_bytes)]
 
     def start(self, role: str, *more: str) -> None:
@@ -68,7 +68,7 @@ class Pair:
         if role not in self.words:
             self.words[role] = ["serve", "--role", role, "--name", name, "--listen", "127.0.0.1:0", *more]
             self.words[role] += ["--socket", self.socket(role), "--page-size", str(PAGE)]
-            self.words[role] += self.pool_words()
+            self.words[role] += self.pool_words(role)
         self.daemons[role] = self.stack.start(f"{role}-daemon", self.words[role])
         self.addresses[role] = self.stack.ready(self.daemons[role])
         if role == "prefill":  # a restarted one is found where it was

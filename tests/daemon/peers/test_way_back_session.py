@@ -207,16 +207,25 @@ def config(**settings: Any) -> DaemonConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "role", "why"),
     [
-        ({"pool": "engine"}, "the pool is an engine's memory"),
-        ({"device": "cuda"}, "the pool is on GPUs"),
-        ({"reuse": "off"}, "nothing is kept (reuse is off)"),
+        ({"pool": "engine"}, "decode", "the pool is an engine's memory"),
+        (
+            {"pool": "engine", "ranks": 2},
+            "prefill",
+            "into the memory of an engine with 2 ranks nothing is fetched yet",
+        ),
+        ({"device": "cuda"}, "prefill", "the pool is on GPUs"),
+        ({"reuse": "off"}, "prefill", "nothing is kept (reuse is off)"),
     ],
 )
-def test_what_has_none_yet_says_why(settings: dict[str, Any], why: str) -> None:
-    assert no_way_back(config(way_back="auto", **settings)) == why
-    assert not has_way_back(config(way_back="always", **settings))
+def test_what_has_none_yet_says_why(settings: dict[str, Any], role: str, why: str) -> None:
+    assert no_way_back(config(way_back="auto", **settings), role) == why
+    assert not has_way_back(config(way_back="always", **settings), role)
+
+
+def test_an_engines_memory_is_fetched_into() -> None:
+    assert has_way_back(config(way_back="auto", pool="engine"), "prefill")
 
 
 def test_the_hello_says_it_where_it_is_set() -> None:

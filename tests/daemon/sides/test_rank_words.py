@@ -56,6 +56,14 @@ def test_progress_is_that_of_the_last_with_the_blocks_that_rank_0_named() -> Non
         say(words, 0, progress(65, *range(66)))
 
 
+def test_what_waits_for_a_fetch_is_passed_on_as_rank_0_waits() -> None:
+    words = RankWords(3)
+    waits = wire.Begin(name=NAME, tokens=64, patience=wire.PATIENCE_FETCH, held_tokens=32)
+    opened(words, wire.WorkerMessage(begin=waits))
+    with pytest.raises(RequestError, match="rank 1 does not send fetch: rank 0 does"):
+        say(words, 1, wire.WorkerMessage(fetch=wire.Fetch(name=NAME)))
+
+
 def test_one_that_aborts_has_it_aborted_when_all_have_answered() -> None:
     words = RankWords(3)
     opened(words)

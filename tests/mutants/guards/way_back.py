@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 
 FETCHES, RETURNS = ("tests/daemon/core/test_way_back_fetches.py",), ("tests/daemon/core/test_way_back_returns.py",)
 CHOICE = ("tests/daemon/core/test_way_back_choice.py",)
+ENGINES = ("tests/daemon/core/test_way_back_engines.py",)
 PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
 _CHOICE = "daemon/core/way_back/choice.py"
@@ -42,7 +43,14 @@ _CORES = (
         FETCHES,
     ),
     Guard("a fetch has a deadline", _FETCHES, "Fetches.wake", "if fetch.deadline <= now:", "if False:", FETCHES),
-    Guard("an Ask is waited for briefly", _FETCHES, "Fetches.wake", "if until <= now]", "if until < 0]", FETCHES),
+    Guard(
+        "an Ask is waited for briefly",
+        _FETCHES,
+        "Fetches.wake",
+        "_looking.items() if until <= now]",
+        "_looking.items() if until < 0]",
+        FETCHES,
+    ),
     Guard(
         "pages behind a gap do not count",
         _FETCHES,
@@ -54,7 +62,7 @@ _CORES = (
     Guard(
         "the last token is computed, not fetched",
         _FETCHES,
-        "Fetches._lacks",
+        "Fetches._most",
         "(prompt.tokens - 1)",
         "prompt.tokens",
         FETCHES,
@@ -74,6 +82,54 @@ _CORES = (
         "entry.asks.remove(ask)",
         "pass",
         FETCHES,
+    ),
+    Guard(
+        "an engine waits briefly for pages",
+        _FETCHES,
+        "Fetches._proceed",
+        "self._tell(entry, 0)",
+        "pass",
+        ENGINES,
+    ),
+    Guard(
+        "nothing is fetched for an engine that computes",
+        _FETCHES,
+        "Fetches._proceed",
+        "prompt.patience = wire.PATIENCE_NONE",
+        "pass",
+        ENGINES,
+    ),
+    Guard(
+        "blocks that an engine holds are not written",
+        _FETCHES,
+        "Fetches.named",
+        "prompt.blocks.of_pages(pages, request.held_tokens)",
+        "prompt.blocks.of_pages(pages)",
+        ENGINES,
+    ),
+    Guard(
+        "an engine names blocks for all that it was offered",
+        _FETCHES,
+        "Fetches.named",
+        "if prompt.blocks.tokens < offer.end * page_size:",
+        "if False:",
+        ENGINES,
+    ),
+    Guard(
+        "two fetches do not write a block",
+        _FETCHES,
+        "Fetches.named",
+        "self._written |= fetch.blocks",
+        "pass",
+        ENGINES,
+    ),
+    Guard(
+        "blocks that nothing was fetched into are not named any more",
+        _FETCHES,
+        "Fetches._over",
+        "entry.prompt.blocks.forget()",
+        "pass",
+        ENGINES,
     ),
     Guard(
         "arriving pages are not promised",

@@ -1,0 +1,177 @@
+"""The prefill engine's scheduler half where its daemon fetches: for what it has the engine wait, and how waits end."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
+from kvferry.connectors.scheduler_prefill import MOST_WAITING, PrefillScheduler
+from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
+
+TOKENS = 61
+
+
+def waiting(daemon: Daemon | None = None, computed: int = 0) -> tuple[PrefillScheduler, Request, Begin]:
+    side, request = prefill(daemon or Daemon(fetch_tokens=16)), Request("a", TOKENS, TO_PREFILL)
+    side.new_request(request)
+    assert side.matched(request, computed) == (None, False)
+    (begin,) = orders(side)
+    assert isinstance(begin, Begin)
+    return side, request, begin
+
+
+def found(side: PrefillScheduler, tokens: int) -> None:
+    side.hear(News(found={"a": tokens}))
+
+
+def test_a_prompt_waits_until_the_daemon_says_what_it_has() -> None:
+    side, request, begin = waiting(computed=16)
+    assert begin.waits and begin.held == 16 and begin.blocks == () and begin.prompt.tokens == TOKENS
+    for _ in range(2):  # vLLM asks in each step
+        assert side.matched(request, 16) == (None, False)
+        assert orders(side) == []
+    found(side, 40)
+    assert side.matched(request, 16) == (24, True)
+    assert side.matched(request, 24) == (16, True), "the engine may hold more meanwhile"
+    side.allocated(request, blocks(40), 24)
+    assert orders(side) == [Fill("a", 16, 40, tuple(blocks(40)[:2]), tuple(blocks(40)[2:]))]
+    side.allocated(request, blocks(61), 0)  # vLLM calls it once more when the load is over
+    side.received(["a"])
+    request.num_computed_tokens = 40
+    (save,) = orders(side, a=21)
+    assert isinstance(save, Save) and save.tokens == TOKENS and save.blocks == tuple(blocks(61))
+    request.num_computed_tokens, request.output = TOKENS, 1
+    awaited, told = side.finished(request, blocks(61))
+    assert awaited and told is not None
+    assert orders(side) == [Release("a", TOKENS)]
+    assert (side.counts.begins, side.counts.waits, side.counts.fills, side.counts.fill_tokens) == (1, 1, 1, 24)
+
+
+@pytest.mark.parametrize("tokens", [0, 16])
+def test_where_nothing_has_come_the_engine_computes(tokens: int) -> None:
+    side, request, _ = waiting(computed=16)
+    found(side, tokens)
+    assert side.matched(request, 16) == (0, False)
+    side.allocated(request, blocks(61), 0)
+    assert orders(side) == []
+    request.num_computed_tokens = 16
+    (save,) = orders(side, a=45)
+    assert isinstance(save, Save) and save.tokens == TOKENS
+    request.num_computed_tokens = 0
+    assert side.step({}, ("a",), lambda _: []).preempted == ("a",)
+    assert side.matched(request, 16) == (0, False), "it is computed anew"
+
+
+@pytest.mark.parametrize(
+    ("least", "pages", "computed", "waits"),
+    [(0, 0, 0, False), (56, 0, 0, True), (57, 0, 0, False), (40, 2, 0, True), (41, 2, 0, False), (40, 0, 24, False)],
+)
+def test_waits_are_for_what_is_lacking_here_and_there(least: int, pages: int, computed: int, waits: bool) -> None:
+    daemon = Daemon(fetch_tokens=least, pages=pages)
+    side, request = prefill(daemon), Request("a", TOKENS, TO_PREFILL)
+    side.new_request(request)
+    if waits:
+        assert side.matched(request, computed) == (None, False)
+    else:
+        held = pages * BLOCK
+        assert side.matched(request, computed) == ((held - computed, True) if held > computed else (0, False))
+        assert orders(side) == []
+
+
+@pytest.mark.parametrize("why", ["down", "no session", "too long", "log probabilities", "plain"])
+def test_nothing_is_waited_for_where_nothing_can_come(why: str) -> None:
+    daemon = Daemon(fetch_tokens=1, up=why != "down", most_pages=7 if why == "too long" else 0)
+    side = prefill(daemon)
+    request = Request("a", TOKENS, None if why == "plain" else TO_PREFILL)
+    request.skip_reading_prefix_cache = why == "log probabilities"
+    if why == "no session":
+        side.hear(News(sessions={0: True, 1: False}))
+    side.new_request(request)
+    assert side.matched(request, 0) == (0, False)
+    assert orders(side) == []
+
+
+def test_one_that_ends_while_it_waits_is_cancelled_and_the_engine_waits_for_nothing() -> None:
+    side, request, _ = waiting()
+    assert side.finished(request, []) == (False, None)
+    assert orders(side) == [Cancel("a")] and side.tracked == 0
+    found(side, 40)
+    side.hear(News(failed=frozenset({"a"})))
+    assert side.tracked == 0
+
+
+def test_one_that_ends_before_it_has_blocks_likewise() -> None:
+    side, request, _ = waiting()
+    found(side, 40)
+    side.matched(request, 0)
+    assert side.finished(request, []) == (False, None)
+    assert orders(side) == [Cancel("a")] and side.tracked == 0
+
+
+def test_one_that_ends_while_it_is_filled_is_reported_by_its_load() -> None:
+    side, request, _ = waiting()
+    found(side, 40)
+    side.allocated(request, blocks(40), 40)
+    orders(side)
+    assert side.finished(request, blocks(40)) == (False, None)
+    assert orders(side) == [Cancel("a")] and side.tracked == 1
+    side.received(["a"])
+    assert side.tracked == 0
+
+
+@pytest.mark.parametrize("first", ["found", "failed"])
+def test_one_whose_push_has_failed_is_computed_and_no_router_is_told_of_it(first: str) -> None:
+    side, request, _ = waiting()
+    if first == "found":
+        found(side, 40)
+    side.hear(News(failed=frozenset({"a"})))
+    found(side, 40)
+    assert side.matched(request, 0) == (0, False)
+    side.allocated(request, blocks(61), 0)
+    request.num_computed_tokens = 0
+    orders(side, a=61)
+    request.num_computed_tokens, request.output = TOKENS, 1
+    assert side.finished(request, blocks(61)) == (True, None)
+
+
+def test_a_reset_ends_the_wait() -> None:
+    side, request, _ = waiting()
+    assert side.reset(emptied=True)
+    assert side.matched(request, 0) == (0, False)
+    side.allocated(request, blocks(61), 0)
+    found(side, 40)
+    orders(side, a=61)
+    assert side.finished(request, blocks(61)) == (True, None)
+    assert any(isinstance(order, Release) for order in orders(side))
+
+
+def test_ranks_say_what_they_have_one_after_the_other() -> None:
+    side, request, _ = waiting()
+    side.hear(News(found={"a": 40}).then(News(found={"a": 40})))
+    assert side.matched(request, 0) == (40, True)
+    side.allocated(request, blocks(40), 40)
+    found(side, 40)
+    (fill,) = orders(side)
+    assert isinstance(fill, Fill) and fill.end == 40
+    assert side.matched(request, 0) == (0, False), "a fill that failed is not tried again"
+
+
+@pytest.mark.parametrize("how", ["allocated", "finished", "allocated behind a reset"])
+def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) -> None:
+    side = prefill(Daemon(fetch_tokens=16))
+    requests = [Request(f"r{i}", TOKENS, TO_PREFILL) for i in range(MOST_WAITING + 2)]
+    for request in requests:
+        side.new_request(request)
+    answers = [side.matched(request, 0) for request in requests]
+    assert answers == [(None, False)] * MOST_WAITING + [(0, False)] * 2
+    assert len(orders(side)) == MOST_WAITING
+    if how == "finished":
+        side.finished(requests[0], [])
+    else:
+        if how == "allocated":
+            side.hear(News(found={"r0": 0}))
+        else:
+            side.reset(emptied=True)
+        side.allocated(requests[0], blocks(TOKENS), 0)
+    assert side.matched(requests[-1], 0) == (None, False)
+    assert side.matched(requests[-2], 0) == (0, False)
