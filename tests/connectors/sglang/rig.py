@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -27,15 +28,23 @@ class Pair:
     """Both engines, their daemons and prefill's bootstrap server."""
 
     def __init__(
-        self, stack: Stack, patches: ExitStack, *, prefill_tokens: int = 1024, decode_tokens: int = 1024, **kwargs: Any
+        self,
+        stack: Stack,
+        patches: ExitStack,
+        *,
+        prefill_tokens: int = 1024,
+        decode_tokens: int = 1024,
+        prefill_words: Sequence[str] = (),
+        **kwargs: Any,
     ) -> None:
+        """prefill_words: more of its daemon's."""
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
         self.stack = stack
         self.daemons: dict[str, Process] = {}
         self.words: dict[str, list[str]] = {}
         listen = f"{HOST}:{lasting_port()}"
-        self.start("prefill", "--listen", listen)
+        self.start("prefill", "--listen", listen, *prefill_words)
         self.start("decode", "--listen", f"{HOST}:{lasting_port()}", "--peer", f"p={listen}", "--host-bytes", "1MiB")
         self.port = lasting_port()
         self.bootstrap = get_kv_class(TransferBackend(BACKEND), KVClassType.BOOTSTRAP_SERVER)(HOST, self.port)
