@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
+from kvferry.daemon.core.blocks.stows import Stows
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.core.effects import (
@@ -28,7 +29,6 @@ from kvferry.daemon.core.errors import (
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState, Rendezvous
 from kvferry.daemon.core.prefill_scheduler import PrefillSupply
-from kvferry.daemon.core.stows import Stows
 from kvferry.daemon.core.way_back.choice import NO_WAY_BACK, Judge, WayBackLimits
 from kvferry.daemon.core.way_back.fetches import Fetches
 from kvferry.proto import peer_pb2 as peer

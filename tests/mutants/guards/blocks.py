@@ -8,7 +8,7 @@ TABLE = ("tests/daemon/memory/test_block_table.py",)
 REGISTERED = ("tests/transfer/geometry/test_blocks.py",)
 SYSTEM = "tests/system/serving/test_engine_blocks.py"
 RANKS = "tests/system/serving/test_engine_block_ranks.py"
-_TIER, _LEASES = "daemon/core/block_tier.py", "daemon/core/decode_leases.py"
+_TIER, _LEASES = "daemon/core/blocks/block_tier.py", "daemon/core/decode_leases.py"
 _TABLE, _SHARED = "daemon/memory/block_table.py", "daemon/memory/shared.py"
 _LIMITS = "daemon/core/limits.py"
 

@@ -4,7 +4,7 @@ from tests.mutants.guard import Guard
 
 CORE = ("tests/daemon/core/test_stows.py",)
 LANES = ("tests/daemon/memory/test_tier_lanes.py",)
-_STOWS = "daemon/core/stows.py"
+_STOWS = "daemon/core/blocks/stows.py"
 _ENTRIES = "daemon/core/prefill_entries.py"
 
 GUARDS: tuple[Guard, ...] = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.daemon.core.block_tier import NO_PARENT
+from kvferry.daemon.core.blocks.block_tier import NO_PARENT
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.effects import Outbox
 from kvferry.daemon.core.errors import precondition
@@ -45,7 +45,7 @@ class Stows:
         self._running: dict[int, StowCopy] = {}
 
     def begin(self, entry: Entry) -> None:
-        """Its worker wants its blocks back. It is told Stowed, now or when the copy has ended."""
+        """The worker of a computed prompt wants its blocks back. It is told Stowed, now or when the copy has ended."""
         prompt, host = entry.prompt, self._cache.host
         assert prompt is not None
         if prompt.blocks is None:
