@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 from kvferry.transfer.mapping.segment import FileLock, Segment
+from kvferry.waiting import is_done
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,16 @@ class Attachment:
             self._unmap()
             self._lock.close()
             raise
+
+    async def settled(self, deadline_s: float) -> bool:
+        """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
+        settling = asyncio.ensure_future(asyncio.to_thread(self.pools.settle))
+        if not await is_done(settling, deadline_s):
+            _log.warning("what this worker has queued on its device has not ended within %g s", deadline_s)
+            return False
+        if (error := settling.exception()) is not None:
+            _log.warning("what this worker has queued on its device has failed: %s", error)
+        return error is None
 
     def _take_lock(self) -> None:
         if not self._lock.try_acquire():

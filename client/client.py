@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvferry.client.attachment import Attachment, check_further
@@ -32,6 +32,7 @@ from kvferry.client.requests import (
     RequestFailed,
     RequestName,
     Retracted,
+    Stowed,
     check_output_digests,
     check_size,
     milliseconds,
@@ -283,6 +284,14 @@ class DaemonClient:
         self.check(name)
         self._send(worker_pb2.WorkerMessage(aux=worker_pb2.Aux(name=name.to_proto(), blob=blob)))
 
+    def stow(self, name: RequestName, told: Callable[[Stowed], None]) -> None:
+        """Asks for the blocks of a request back, behind `aux`, where Welcome.stows. `told` hears the answer, or nothing
+        where the request ends before. One that is not open is over."""
+        request = self._requests.get(name)
+        if request is not None and request.failure is None and self._broken is None:
+            request.stowed = told
+            self._send(worker_pb2.WorkerMessage(stow=worker_pb2.Stow(name=name.to_proto())))
+
     async def ended(self, name: RequestName, deadline_s: float) -> None:
         """Waits until the daemon needs nothing more of the request and forgets it. Raises RequestFailed, DaemonGone."""
         await self._wait(name, self._of(name).ended, deadline_s, "Ended")
@@ -368,7 +377,7 @@ class DaemonClient:
     async def _quiesced(self, deadline_s: float) -> bool:
         """Says so behind the devices; whether the daemon has heard it, and has unmapped memory of the worker's own.
         `deadline_s`: for each of the two."""
-        if self._broken is not None or not await self._settled(deadline_s):
+        if self._broken is not None or not await self._attachment.settled(deadline_s):
             return False
         try:
             self._send(worker_pb2.WorkerMessage(quiesced=worker_pb2.Quiesced()))
@@ -379,16 +388,6 @@ class DaemonClient:
         if self._attachment.owns and not ended:
             _log.warning("the daemon has not said that it has unmapped the pool")
         return ended
-
-    async def _settled(self, deadline_s: float) -> bool:
-        """Whether no copy or kernel of this process touches a page any more; else the daemon looks at its lock."""
-        settling = asyncio.ensure_future(asyncio.to_thread(self.pools.settle))
-        if not await is_done(settling, deadline_s):
-            _log.warning("what this worker has queued on its device has not ended within %g s", deadline_s)
-            return False
-        if (error := settling.exception()) is not None:
-            _log.warning("what this worker has queued on its device has failed: %s", error)
-        return error is None
 
     # -- the stream ------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,10 @@ class EnginePools:
     @property
     def message(self) -> worker_pb2.EnginePool:
         return self._registration.to_proto()
+
+    def stows(self) -> None:
+        """Before it is registered: prompts that a prefill engine has computed into it may be moved out of it."""
+        self._registration = replace(self._registration, stows=True)
 
     def mapped(self) -> None:
         """The daemon has mapped it, or has refused to. Idempotent."""

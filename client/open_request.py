@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.client.requests import Admitted, Begun, Ready, RequestFailed, Retracted
+from kvferry.client.requests import Admitted, Begun, Ready, RequestFailed, Retracted, Stowed
 from kvferry.proto import worker_pb2
 
 _T = TypeVar("_T")
@@ -29,6 +29,7 @@ class OpenRequest:
     released: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The daemon touches its pages no more; unlike `ended` that is awaited of a request that has failed, too."""
     grown: asyncio.Future[tuple[int, ...]] | None = None
+    stowed: Callable[[Stowed], None] | None = None  # hears the answer to Stow
     pages: int = 0
     failure: RequestFailed | None = None
     retracted: bool = False
@@ -60,6 +61,10 @@ class OpenRequest:
             self.retracted = True
             if self.grown is not None:
                 _refuse(self.grown, Retracted())
+        elif kind == "stowed":
+            stowed, self.stowed = self.stowed, None
+            if stowed is not None:
+                stowed(Stowed(event.stowed.stored, event.stowed.asked))
         elif kind == "ended":
             _resolve(self.ended, None)
             _resolve(self.released, None)

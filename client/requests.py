@@ -117,6 +117,11 @@ class Ready(NamedTuple):
     page_tokens_from: int | None = None  # the daemon wants the prompt's tokens from there on
 
 
+class Stowed(NamedTuple):
+    stored: bool  # the blocks are the engine's again: the prompt waits in the host tier
+    asked: bool  # else why: it was asked for. Or there was no room
+
+
 class PageTokens(NamedTuple):
     """Tokens of full pages, from `first_token` of the request on."""
 

@@ -42,7 +42,7 @@ class HeldReply(_message.Message):
     def __init__(self, daemon: _Optional[str] = ..., pages: _Optional[int] = ..., file: _Optional[str] = ..., nbytes: _Optional[int] = ..., drops: bool = ..., fetch_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens", "fetch")
+    __slots__ = ("hello", "attached", "admit", "begin", "progress", "aux", "grow", "finish", "abort", "quiesced", "page_tokens", "fetch", "stow")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class WorkerMessage(_message.Message):
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    STOW_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     attached: Attached
     admit: Admit
@@ -67,10 +68,11 @@ class WorkerMessage(_message.Message):
     quiesced: Quiesced
     page_tokens: PageTokens
     fetch: Fetch
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
+    stow: Stow
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., stow: _Optional[_Union[Stow, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end", "proceed")
+    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end", "proceed", "stowed")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +83,7 @@ class WorkerEvent(_message.Message):
     RETRACT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     PROCEED_FIELD_NUMBER: _ClassVar[int]
+    STOWED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     admitted: Admitted
     begun: Begun
@@ -91,7 +94,8 @@ class WorkerEvent(_message.Message):
     retract: Retract
     end: SessionEnd
     proceed: Proceed
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ...) -> None: ...
+    stowed: Stowed
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ..., stowed: _Optional[_Union[Stowed, _Mapping]] = ...) -> None: ...
 
 class SessionEnd(_message.Message):
     __slots__ = ("code", "details", "daemon_ended")
@@ -132,16 +136,18 @@ class OneRank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class EnginePool(_message.Message):
-    __slots__ = ("pages", "storage", "ranks", "block_tokens")
+    __slots__ = ("pages", "storage", "ranks", "block_tokens", "stows")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOWS_FIELD_NUMBER: _ClassVar[int]
     pages: int
     storage: _common_pb2.Storage
     ranks: _containers.RepeatedCompositeFieldContainer[EngineRank]
     block_tokens: int
-    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    stows: bool
+    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., stows: bool = ...) -> None: ...
 
 class EngineRank(_message.Message):
     __slots__ = ("memories", "tensors")
@@ -190,7 +196,7 @@ class EngineTensor(_message.Message):
     def __init__(self, memory: _Optional[int] = ..., offset: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ..., cache: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens", "block_tokens")
+    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens", "block_tokens", "stows")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +212,7 @@ class Welcome(_message.Message):
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOWS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     daemon: str
     incarnation: bytes
@@ -221,7 +228,8 @@ class Welcome(_message.Message):
     storage: _common_pb2.Storage
     page_tokens: bool
     block_tokens: int
-    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    stows: bool
+    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ..., block_tokens: _Optional[int] = ..., stows: bool = ...) -> None: ...
 
 class RankPool(_message.Message):
     __slots__ = ("segment", "ipc_handle", "device", "device_uuid", "nbytes", "offset")
@@ -434,6 +442,22 @@ class Aux(_message.Message):
     name: _common_pb2.RequestName
     blob: bytes
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., blob: _Optional[bytes] = ...) -> None: ...
+
+class Stow(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ...) -> None: ...
+
+class Stowed(_message.Message):
+    __slots__ = ("name", "stored", "asked")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    name: _common_pb2.RequestName
+    stored: bool
+    asked: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., stored: bool = ..., asked: bool = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("name",)

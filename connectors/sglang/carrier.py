@@ -48,6 +48,8 @@ class Carrier:
     ) -> None:
         self.there = False
         """Whether there is a session."""
+        self.stows = False
+        """Whether its daemon takes computed prompts into a host tier."""
         self._settings = settings
         self._connected = connected
         self._loop = asyncio.new_event_loop()
@@ -86,6 +88,10 @@ class Carrier:
 
     def send(self, order: SentPrompt) -> None:
         self._loop.call_soon_threadsafe(self._begin, order.transfer, self._transfers.send, order)
+
+    def stow(self, order: SentPrompt) -> None:
+        """Has a computed prompt's pages taken over by the daemon: see `Transfers.stow`."""
+        self._loop.call_soon_threadsafe(self._transfers.stow, order)
 
     def store(self, order: StoredPrompt) -> None:
         self._loop.call_soon_threadsafe(self._begin, order.transfer, self._transfers.store, order)
@@ -135,8 +141,9 @@ class Carrier:
             self._changed(True)
 
     def _changed(self, there: bool) -> None:
-        self.there = there
         client = self._sessions.client
+        self.stows = there and client is not None and client.welcome.stows
+        self.there = there
         if there and client is not None:
             self._asker.submit(self._connected, client.welcome.daemon, client.welcome.namespace_id)
 

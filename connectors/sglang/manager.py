@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
@@ -26,6 +25,7 @@ from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import BackendSettings
 from kvferry.connectors.sglang.stores import FinishedPages
 from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer, StoredPrompt
+from kvferry.connectors.sglang.waiting import WaitingPrompts
 from kvferry.proto import common_pb2
 
 # SGLang's scheduler never rests: for so long another thread waits for its turn. Python's own 5 ms are felt several
@@ -34,14 +34,6 @@ SWITCH_SECONDS = 0.0005
 HELD_SECONDS = 5.0  # that the daemon's answer is waited for
 LATE_MS = 1  # SGLang answers for prefill, and frees its pages, when the last word of a prompt comes
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-class PromptAhead(Protocol):
-    """A prompt that may be computed, or is."""
-
-    @property
-    def pages_held(self) -> int:
-        """Pages of prefill's that it will keep locked, or does."""
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -61,12 +53,12 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._peers: dict[tuple[str, int], str] = {}  # names of prefill daemons
         self._asked: dict[tuple[str, int], float] = {}
         self._peers_lock = threading.Lock()
-        self.sending: WeakSet[PromptAhead] = WeakSet()  # SGLang forgets some without a word
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         own = self._own(queue, args)
         self._held: HeldPrefixes | None = None
         self.finished = FinishedPages(self._stored, lambda order: self.carrier.store(order), self._agree)
-        self.pages = int(min(args.kv_data_lens) // args.kv_item_lens[0])
+        most = self.settings.waiting_share * int(min(args.kv_data_lens) // args.kv_item_lens[0])
+        self.waiting = WaitingPrompts(most, lambda order: self.carrier.stow(order), lambda: self.carrier.stows)
         self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self.carrier.start()
@@ -85,8 +77,11 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         worker = f"sglang {'prefill' if self.is_prefill else 'decode'} rank {self.attn_tp_rank}"
 
         async def connect(*, deadline_s: float) -> DaemonClient:
+            own = register()
+            if self.is_prefill:
+                own.stows()
             return await DaemonClient.connect(
-                socket, role, told, worker, deadline_s=deadline_s, late_ms=LATE_MS, own=register(), rank=rank
+                socket, role, told, worker, deadline_s=deadline_s, late_ms=LATE_MS, own=own, rank=rank
             )
 
         return connect
@@ -186,12 +181,3 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         told = torch.tensor(over, dtype=torch.uint8)
         dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self._ranks)
         return [bool(each) for each in told.tolist()]
-
-    # -- prefill's pages
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another prompt may be computed before decode has room for it. Those that are, and wait for decode
-        then, keep their pages locked, up to a share of all."""
-        held = sum(sender.pages_held for sender in self.sending)
-        return held < self.settings.waiting_share * self.pages

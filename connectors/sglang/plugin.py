@@ -37,6 +37,8 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.create_sender", _give_sender, HookType.AFTER)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
+        inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
+        HookRegistry.register(inflight, _give_back, HookType.BEFORE)
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.BEFORE)
         for way, answer in WEIGHT_UPDATES.items():
             HookRegistry.register(f"{_UPDATER}.{way}", partial(_update_weights, answer), HookType.AROUND)
@@ -81,9 +83,12 @@ def _give_sender(result: Any, queue: Any, request: Any, *args: Any, **kwargs: An
 
 
 def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
-    """A decode engine's request gives its pages back, to the radix cache unless it was given up."""
+    """A request gives its pages back: a decode engine's to the radix cache, unless it was given up."""
     from kvferry.connectors.sglang.engine import manager_of
+    from kvferry.connectors.sglang.waiting import gave_back
 
+    if gave_back(request):  # a prefill engine's, when it was moved to the host tier
+        return None
     manager = manager_of(tree)
     kept = args[0] if args else kwargs.get("is_insert", kwargs.get("checkpoint", True))
     if manager is None or not kept:
@@ -98,6 +103,13 @@ def _tidy(queue: Any, *args: Any, **kwargs: Any) -> None:
     """Called in each turn of a decode engine's loop."""
     if queue.transfer_backend.value == BACKEND:
         queue.kv_manager.finished.tidy()
+
+
+def _give_back(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Called in each turn of a prefill engine's loop."""
+    queue = scheduler.disagg_prefill_bootstrap_queue
+    if queue.transfer_backend.value == BACKEND:
+        queue.kv_manager.waiting.give_back(scheduler)
 
 
 def _settle(scheduler: Any, *args: Any, **kwargs: Any) -> None:

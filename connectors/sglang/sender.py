@@ -36,7 +36,7 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         self._began: float | None = None
         self._latency: float | None = None
         self._transfer: PageTransfer | None = None
-        self._order: SentPrompt | None = None
+        self.order: SentPrompt | None = None
         self._state = PollState.BOOTSTRAPPING  # until it is handed in
         self._reason = ""
         self._pages = self._row = 0
@@ -85,15 +85,15 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         end = transfer.tokens if last else self._sent * transfer.page_size
         row = self.kv_mgr.rows.read(self._row) if last else None
         chunk = PromptChunk(end, np.asarray(kv_indices).tolist(), () if after is None else (after,), row)
-        if self._order is None:
-            self._order = SentPrompt(transfer)
+        if self.order is None:
+            self.order = SentPrompt(transfer)
             self._began = time.monotonic()
             transfer.state = PollState.TRANSFERRING
-            self.kv_mgr.carrier.send(self._order)
-        self.kv_mgr.carrier.hand_in(self._order, chunk)
+            self.kv_mgr.carrier.send(self.order)
+        self.kv_mgr.carrier.hand_in(self.order, chunk)
 
     def poll(self) -> PollState:
-        if self._order is not None and self._transfer is not None:
+        if self.order is not None and self._transfer is not None:
             state = self._transfer.state
             if state is PollState.SUCCESS and self._latency is None and self._began is not None:
                 self._latency = time.monotonic() - self._began
@@ -106,8 +106,8 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         return state
 
     def _bootstrapped(self) -> PollState:
-        if self.kv_mgr.carrier.there and self._transfer is not None and self.kv_mgr.has_room:
-            self.kv_mgr.sending.add(self)
+        if self.kv_mgr.carrier.there and self._transfer is not None and self.kv_mgr.waiting.has_room:
+            self.kv_mgr.waiting.ahead.add(self)
             return PollState.WAITING_FOR_INPUT
         if time.monotonic() - self._born > self.kv_mgr.bootstrap_timeout:
             there = "decode has no room" if self.kv_mgr.carrier.there else "there is no session with the daemon"
@@ -118,7 +118,7 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
     def pages_held(self) -> int:
         if self._transfer is None or self._transfer.over or self._state is PollState.FAILED:
             return 0
-        return self._transfer.pages
+        return 0 if self.order is not None and self.order.gave_back else self._transfer.pages
 
     def _fail(self, reason: str) -> None:
         self._reason, self._state = reason, PollState.FAILED
@@ -135,7 +135,7 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         """Ends the transfer: its state is FAILED as soon as nothing is read from its pages any more. Where chunks of
         the prompt are still to come that is waited for: SGLang gives their pages away at once, without a poll."""
-        if self._order is None or self._transfer is None:
+        if self.order is None or self._transfer is None:
             self._fail("it was aborted")
             self.conclude_state = PollState.FAILED
             return
@@ -145,4 +145,4 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         """SGLang needs it no more."""
-        self.kv_mgr.sending.discard(self)
+        self.kv_mgr.waiting.ahead.discard(self)

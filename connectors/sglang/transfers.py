@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
+from functools import partial
 from typing import Any, Protocol
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.client.requests import DaemonGone, NameInUse, NotOpened, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, NameInUse, NotOpened, RequestFailed, RequestName, Stowed
 from kvferry.connectors.orders import PromptPages
 from kvferry.connectors.sglang.digests import prompt_pages
 from kvferry.connectors.worker_state import run_whole
@@ -100,11 +102,28 @@ class PromptChunk:
     row: bytes | None = None  # with the last one
 
 
+class PromptPlace(Enum):
+    """The place of a prompt of a prefill engine until it is sent."""
+
+    PAGES = "SGLang's pages"
+    MOVES = "SGLang's pages, and the daemon is asked to take them"
+    TIER = "the daemon's host tier"
+    ASKED = "SGLang's pages: decode has asked for it, and it is sent from there"
+
+
+AGAIN_SECONDS = 0.2  # before the daemon is asked once more that had no room in its host tier
+
+
 @dataclass(slots=True, eq=False)
 class SentPrompt:
     """A prompt of a prefill engine. Chunks are handed in and taken on the requests' thread."""
 
     transfer: PageTransfer
+    born: float = field(default_factory=time.monotonic)
+    computed: bool = False  # the daemon knows all of it, the metadata row too
+    place: PromptPlace = PromptPlace.PAGES
+    not_before: float = 0.0  # it may be asked to move
+    gave_back: bool = False  # SGLang has its pages back
     chunks: deque[PromptChunk] = field(default_factory=deque)
     more: asyncio.Future[None] | None = None  # somebody waits
 
@@ -183,7 +202,22 @@ class Transfers:
                 client.progress(transfer.name, chunk.end, chunk.blocks)
                 row = chunk.row
             client.aux(transfer.name, row)
+            order.computed = True
             await client.ended(transfer.name, self.deadline_seconds + ANSWER_SLACK_S)
+
+    def stow(self, order: SentPrompt) -> None:
+        """Has the daemon take the pages of a computed prompt into its host tier. Its place says whether it has; of one
+        that ends before nothing is heard."""
+        if (client := self.session()) is not None:
+            with contextlib.suppress(DaemonGone):  # then it fails
+                client.stow(order.transfer.name, partial(self._stowed, order))
+
+    def _stowed(self, order: SentPrompt, answer: Stowed) -> None:
+        order.not_before = time.monotonic() + AGAIN_SECONDS
+        if answer.stored:
+            order.place = PromptPlace.TIER
+        else:
+            order.place = PromptPlace.ASKED if answer.asked else PromptPlace.PAGES
 
     async def store(self, order: StoredPrompt) -> None:
         transfer = order.transfer

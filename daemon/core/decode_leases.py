@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
-from kvferry.daemon.core.block_tier import BlockCopy, BlockTier
+from kvferry.daemon.core.blocks.block_tier import BlockCopy, BlockTier
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies, RequestCounters, reason_of
 from kvferry.daemon.core.decode_scheduler import Supply

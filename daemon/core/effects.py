@@ -77,7 +77,7 @@ class WakeAt:
 @dataclass(frozen=True, slots=True)
 class OpenSend:
     """Start sending; `page_ids` are the pool's, in prompt order from `first_page`; the first `pages_ready` prompt pages
-    are final.
+    are final. `from_rows`: they are rows of the host tier.
     """
 
     session: int
@@ -85,6 +85,7 @@ class OpenSend:
     first_page: int
     page_ids: tuple[int, ...]
     pages_ready: int
+    from_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,16 @@ class PrefillCore:
             self._keeper.settle(entry)
         self._pump(now)
 
+    def stow(self, worker: int, name: Name, now: float) -> None:
+        """The worker wants a computed prompt's blocks back, which is to wait in the host tier."""
+        entry = self.entries.get(name)
+        if entry is None or entry.prompt is None:
+            return  # it has ended meanwhile, and the worker was told
+        self._table.prompt_of(worker, name)
+        if not entry.done:
+            self._keeper.stows.begin(entry)
+            self._pump(now)
+
     def abort(self, worker: int, name: Name, now: float) -> None:
         entry = self.entries.get(name)
         if entry is None or entry.prompt is None:
@@ -414,9 +424,11 @@ class PrefillCore:
 
     def copy_ended(self, number: int, failed: Sequence[int], mismatched: int, seconds: float, now: float) -> None:
         """A copy between the tiers is over; `failed` are the device ids of pages whose bytes are not right."""
-        ended = self._supply.copy_ended(number, failed, mismatched, seconds)
-        if ended.lost:
-            self.pins.shorten(ended.namespace)
+        self.cache.clock.now = now
+        if not self._keeper.stows.ended(number, failed, mismatched, seconds):
+            ended = self._supply.copy_ended(number, failed, mismatched, seconds)
+            if ended.lost:
+                self.pins.shorten(ended.namespace)
         self._pump(now)
 
     def stood_still(self, seconds: float, now: float) -> None:

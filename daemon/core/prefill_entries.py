@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.admission_queue import OVERTAKES
+from kvferry.daemon.core.blocks.stows import Stows
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import RequestCounters, TransferCounters, reason_of
 from kvferry.daemon.core.effects import (
@@ -131,8 +132,10 @@ class PrefillSends:
             self.counters.opened += 1
             entry.sends.add(ask.transfer)
             self.open[entry.session, ask.transfer] = entry
-            page_ids = tuple(prompt.pages[ask.first_page : ask.first_page + ask.pages])
-            self._outbox.put(OpenSend(entry.session, ask.transfer, ask.first_page, page_ids, prompt.pages_ready))
+            where = prompt.rows or prompt.pages
+            page_ids = tuple(where[ask.first_page : ask.first_page + ask.pages])
+            ready, from_rows = prompt.pages_ready, bool(prompt.rows)
+            self._outbox.put(OpenSend(entry.session, ask.transfer, ask.first_page, page_ids, ready, from_rows))
         entry.asks = waiting
 
     def close(self, session: int, transfer: int) -> Entry | None:
@@ -173,6 +176,7 @@ class EntryKeeper:
         judge = Judge(limits.way_back, cache.page_size)
         self.speed = judge.speed
         self.fetches = Fetches(cache, judge, outbox, self.publish, self._begin, self.settle)
+        self.stows = Stows(cache, outbox, self.supply.drop, self._copy_over)
         self._cache = cache
         self._outbox = outbox
         self._table = table
@@ -304,6 +308,10 @@ class EntryKeeper:
         if entry.rests:
             self._rested[entry] = now
 
+    def _copy_over(self, entry: Entry) -> None:
+        self.look_at_rest(entry, self._cache.clock.now)
+        self.settle(entry)
+
     def stood_still(self, seconds: float, now: float) -> None:
         self._rested = {entry: min(since + seconds, now) for entry, since in self._rested.items()}
 
@@ -351,8 +359,8 @@ class EntryKeeper:
             self.withdraw(entry, error, EntryState.ABORTED)
 
     def copies_run(self, entry: Entry) -> bool:
-        """Guard: pages that are gathered from, or fetched into, or whose tail is being cleared, are nobody else's."""
-        return bool(entry.sends) or entry.zeroing or entry.fetch is not None
+        """Guard: pages that are copied from, or fetched into, or whose tail is being cleared, are nobody else's."""
+        return bool(entry.sends) or entry.zeroing or entry.stowing or entry.fetch is not None
 
     def settle(self, entry: Entry) -> None:
         """Gives the pages back once nothing is wanted, no copy of it runs and the worker is done."""

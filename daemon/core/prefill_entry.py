@@ -88,6 +88,7 @@ class BegunPrompt:
     computed: int = 0  # tokens
     pages_ready: int = 0
     aux: bytes | None = None
+    rows: list[int] = field(default_factory=list)  # of the host tier, that have all of it: no page of the pool does
     unasked: int = 0  # pages counted as held by what nobody asked for
     begun_at: float = 0.0
     patience: wire.Patience = wire.PATIENCE_PAGES
@@ -118,6 +119,7 @@ class Entry:
     state: EntryState = EntryState.EXPECTED  # changed by `move` alone
     failure: str = ""  # why its worker was told Failed, as a counter's key
     zeroing: bool = False  # the last page's tail is being cleared
+    stowing: bool = False  # its pages are being copied to the host tier
     acknowledge: bool = False  # its worker waits for Ended, though it failed or was aborted
     overtaken: int = 0
     missing: set[int] = field(default_factory=set)  # page ids that are being restored
@@ -163,7 +165,7 @@ class Entry:
     @property
     def rests(self) -> bool:
         """Whether all that was asked for is sent: it keeps its pages only in case some of it is asked for again."""
-        return self.state is EntryState.SERVED and not (self.asks or self.sends or self.zeroing)
+        return self.state is EntryState.SERVED and not (self.asks or self.sends or self.zeroing or self.stowing)
 
     @property
     def moves(self) -> bool:

@@ -101,12 +101,16 @@ class PrefillSupply:
         self._leave_queue(entry)
 
     def drop(self, entry: Entry) -> None:
-        """The prompt's hold on the cache ends."""
+        """The prompt's hold on the cache ends, in either tier."""
         prompt = entry.prompt
         assert prompt is not None
         self._arrivals.leave(entry)
         self.holds.drop(prompt.hold, prompt.private)
         prompt.private = []
+        if prompt.rows:
+            assert self._cache.host is not None
+            self._cache.host.free_pages(prompt.rows)
+            prompt.rows = []
         self._count_asked(prompt)
 
     def pump(self, now: float) -> None:

@@ -60,6 +60,14 @@ class BlockTable:
         """Nothing behind the page's first `tokens` tokens is given to others."""
         self._ends[page] = tokens
 
+    def tokens_in(self, page: int) -> int | None:
+        """Tokens of the prompt that ends in this page; None: none does."""
+        return self._ends.get(page)
+
+    def token_bytes(self, cache: int) -> int:
+        """Bytes of a token in each of the engine's places of a cache."""
+        return self._token_bytes[cache]
+
     def last_bytes(self, pages: Sequence[int], cache: int) -> int | None:
         tokens = self._ends.get(pages[-1])
         return None if tokens is None else tokens * self._token_bytes[cache]

@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+import numpy as np
+
 from kvferry._core import (
     GpuCopy,
     GpuCopyEngine,
     GpuError,
+    GpuPages,
     GpuPinner,
     GpuUnavailable,
     PinnedBuffer,
@@ -26,6 +29,7 @@ from kvferry.daemon.memory.block_table import PLAIN_PAGES, BlockTable, PagePlace
 from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
+from kvferry.daemon.memory.tier_lanes import TierBytes, TierLanes, clear_tails
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.gpu_slots import GpuSlot
 from kvferry.transfer.courier.link import CourierLink
@@ -55,10 +59,12 @@ class GpuPartCopies:
         lanes: list[tuple[int, RowMap, int]],
         ends: CopyEnds,
         places: PagePlaces = PLAIN_PAGES,
+        tier: TierLanes[GpuPages] | None = None,
     ) -> None:
-        """slot_of: of the session's direction. lanes: own rank, rows and cache of each. OSError: what they need on a
-        device cannot be had."""
+        """slot_of: of the session's direction. lanes: own rank, rows and cache of each. tier: the lanes in the host
+        tier, of a session that sends. OSError: what they need on a device cannot be had."""
         self._places = places
+        self._tier = tier
         self._slot_of = slot_of
         self._gathers_at_once = GATHERS * len(ranks)
         self._ends = ends
@@ -83,14 +89,19 @@ class GpuPartCopies:
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot = self._slot_of(gather.send_slot)
         engine, rows, cache = self._lanes[gather.lane]
-        payload, ids = _payload(slot, gather.nbytes), self._places.of(gather.page_ids)
-        last_bytes = self._places.last_bytes(gather.page_ids, cache)
+        places: PagePlaces = PLAIN_PAGES if gather.from_rows else self._places
+        payload, ids = _payload(slot, gather.nbytes), places.of(gather.page_ids)
+        last_bytes = places.last_bytes(gather.page_ids, cache)
         if self._sums:  # the GPU adds the sum to the header: nobody here has to wait for it first
             copy, header = engine.gather_part_summed, gather.header.with_sum(0).pack()
         else:
             copy, header = engine.gather_part, gather.header.pack()
-        part = rows, ids, gather.byte_offset, gather.nbytes, payload
-        issue(self._ends, lambda: copy(*part, header=header, last_bytes=last_bytes), done)
+        part = ids, gather.byte_offset, gather.nbytes, payload
+
+        def begin() -> GpuCopy:
+            return copy(self._of_tier(gather.lane) if gather.from_rows else rows, *part, None, header, last_bytes)
+
+        issue(self._ends, begin, done)
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         slot = self._slot_of(scatter.slot)
@@ -116,6 +127,10 @@ class GpuPartCopies:
             done(problem, payload_sum)
 
         issue(self._ends, copy, ended)
+
+    def _of_tier(self, lane: int) -> GpuPages:
+        assert self._tier is not None, "a session that sends nothing was to send from the host tier"
+        return self._tier.of(lane)
 
     def read_header(self, receive_slot: int) -> bytes:
         raise OSError(f"the header of receive slot {receive_slot}: it did not come with the notification")
@@ -174,7 +189,7 @@ class GpuPoolMemory:
         self._places: PagePlaces = table or PLAIN_PAGES
         self._ranks = ranks
         self._ends = CopyEnds()
-        self._rows: memoryview | None = None
+        self._rows: TierBytes | None = None
         if not self.can_sum:
             log.warning("the driver takes none of the kernels that copy: copies are slow, and checksums cannot be made")
 
@@ -231,7 +246,8 @@ class GpuPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
         own = [(lane.sender, each, lane.cache) for lane, each in zip(lanes, rows, strict=True)]
-        return GpuPartCopies(link.gpu_slots.send_slot, self._ranks, own, self._ends, self._places)
+        tier = TierLanes(self.shape, lanes, lambda: self._rows, self._of_tier)
+        return GpuPartCopies(link.gpu_slots.send_slot, self._ranks, own, self._ends, self._places, tier)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
@@ -262,7 +278,7 @@ class GpuPoolMemory:
         return RowsPinner(self._ranks[0].spills.engine)
 
     def attach_rows(self, rows: memoryview) -> None:
-        self._rows = rows
+        self._rows = np.frombuffer(rows, np.uint8)
 
     def detach_rows(self) -> None:
         self._rows = None
@@ -275,6 +291,7 @@ class GpuPoolMemory:
             ids, whole = self._places.of(pages), rank.whole[shard.cache]
             issues.append(partial(rank.spills.to_host, whole, ids, self._tier_rows, rows, **to))
         run_all(issues)
+        clear_tails(self.shape, self.block_table, pages, np.frombuffer(self._tier_rows, np.uint8), rows)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         issues: list[Callable[[], GpuCopy]] = []
@@ -303,7 +320,10 @@ class GpuPoolMemory:
                 log.error("cuda:%d: %s", rank.ordinal, error)
         self._ranks.clear()
 
+    def _of_tier(self, lane: Lane, tier: TierBytes, rows: RowMap) -> GpuPages:
+        return self._ranks[lane.sender].tier_pages(rows, tier.ctypes.data)
+
     @property
     def _tier_rows(self) -> memoryview:
         assert self._rows is not None, "there is no host tier"
-        return self._rows
+        return self._rows.data

@@ -55,7 +55,15 @@ class RankMemory:
         wait for the device, and kept as long as this: to free it would wait, too. There are few, one for each range of
         this rank's heads of a cache that is a rank's of some peer, whose ranks are 64 at most and share the heads
         evenly. From any thread. GpuError."""
-        bases = np.ascontiguousarray(rows.offsets + self._base)
+        return self._table_of(rows, self._base)
+
+    def tier_pages(self, rows: RowMap, address: int) -> GpuPages:
+        """These rows of the host tier, which begins at this address and is pinned: a GPU reads such memory by the
+        host's own addresses. As `pages`."""
+        return self._table_of(rows, address)
+
+    def _table_of(self, rows: RowMap, base: int) -> GpuPages:
+        bases = np.ascontiguousarray(rows.offsets + base)
         strides = np.ascontiguousarray(rows.strides)
         shape = rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride, rows.in_blocks
         with self._making:

@@ -37,6 +37,8 @@ class GrowingRows:
         self.row_bytes = len(rows.buffer) // asked
         self._step = self._rows_of_a_chunk()
         self._rows = rows
+        self.can_be_sent = True
+        """Whether sessions can send from them: where a device is to read them, they are pinned."""
         self._pinner = pinner
         self._pins: list[object] = []
         self._near = near
@@ -99,6 +101,7 @@ class GrowingRows:
                 raise OSError(errno.ENOMEM, told) from error
             log.warning("the host tier is not pinned, its copies will be slow: %s", told)
             self._pinner = None
+            self.can_be_sent = False
 
     def close(self) -> None:
         """Lets them go: no copy of them runs, and none is being made. What is pinned takes seconds, and so may the

@@ -97,6 +97,11 @@ class HostTier:
         return self._file is not None
 
     @property
+    def can_be_sent(self) -> bool:
+        """Whether sessions can send from its rows."""
+        return self._there.can_be_sent
+
+    @property
     def unverified(self) -> int:
         return int(np.count_nonzero(self._unverified))
 
@@ -304,7 +309,7 @@ def open_tier(config: DaemonConfig, role: str, facts: NamespaceFacts, memory: Po
     shape = memory.shape
     page_bytes, pages = shape.row_bytes, cache.host_asked
     rows: TierRows
-    if config.host_dir:
+    if config.host_dir and not (role == "prefill" and memory.block_table is not None):
         layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
         rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)
     else:

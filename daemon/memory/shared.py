@@ -18,6 +18,7 @@ from kvferry import _core
 from kvferry.daemon.memory.block_table import PLAIN_PAGES, BlockTable, PagePlaces, table_of
 from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
+from kvferry.daemon.memory.tier_lanes import TierLanes, clear_tails
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
@@ -51,8 +52,17 @@ class LanePages(NamedTuple):
 class SharedPartCopies:
     """The copies of one session."""
 
-    def __init__(self, slots: HostSlots, lanes: list[LanePages], threads: CopyThreads, places: PagePlaces) -> None:
+    def __init__(
+        self,
+        slots: HostSlots,
+        lanes: list[LanePages],
+        threads: CopyThreads,
+        places: PagePlaces,
+        tier: TierLanes[_core.HostPages] | None = None,
+    ) -> None:
+        """tier: the lanes in the host tier, of a session that sends."""
         self._places = places
+        self._tier = tier
         self._slots = slots
         self._lanes = lanes
         self._threads = threads
@@ -67,10 +77,14 @@ class SharedPartCopies:
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot, (rows, cache) = self._slots.send_slot(gather.send_slot), self._lanes[gather.lane]
+        places = self._places
+        if gather.from_rows:
+            assert self._tier is not None, "a session that sends nothing was to send from the host tier"
+            rows, places = self._tier.of(gather.lane), PLAIN_PAGES
 
         def copy() -> None:
-            ids, header = self._places.of(gather.page_ids), gather.header
-            last_bytes = self._places.last_bytes(gather.page_ids, cache)
+            ids, header = places.of(gather.page_ids), gather.header
+            last_bytes = places.last_bytes(gather.page_ids, cache)
             part = ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES, 1, last_bytes
             if self._sums:
                 header = header.with_sum(rows.gather_part_summed(*part))
@@ -100,6 +114,8 @@ class SharedPartCopies:
     def close(self) -> None:
         for lane in self._lanes:
             lane.rows.close()
+        for rows in self._tier.made if self._tier is not None else ():
+            rows.close()
 
     def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
         if nbytes <= INLINE_BYTES:
@@ -196,7 +212,8 @@ class SharedPoolMemory:
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
         ranks = [LanePages(host_pages(self._segments[lane.sender].buffer, each), lane.cache) for lane, each in rows]
-        return SharedPartCopies(link.host_slots, ranks, self._threads, self._places)
+        tier = TierLanes(self.shape, lanes, lambda: self._tier_rows, lambda _, tier, each: host_pages(tier.data, each))
+        return SharedPartCopies(link.host_slots, ranks, self._threads, self._places, tier)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
@@ -239,6 +256,8 @@ class SharedPoolMemory:
             assert there.all(), "a block that is not there was to be spilled"
             _core.copy_list(tier, pool, sizes, self._threads.count)
             self._count(sizes)
+        assert self._tier_rows is not None
+        clear_tails(self.shape, self.block_table, pages, self._tier_rows, rows)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:

@@ -89,7 +89,8 @@ class Sending:
     def open(self, effect: OpenSend) -> None:
         sender = self._sender()
         pages = len(effect.page_ids)
-        sender.open(effect.transfer, first_page=effect.first_page, pages=pages, page_ids=effect.page_ids)
+        ids, from_rows = effect.page_ids, effect.from_rows
+        sender.open(effect.transfer, first_page=effect.first_page, pages=pages, page_ids=ids, from_rows=from_rows)
         sender.progress(effect.transfer, effect.pages_ready)
         self._pump()
 

@@ -74,7 +74,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         core, now, number = self.ready_core, self.now(), worker.number
-        if kind not in ("begin", "fetch", "progress", "aux", "abort"):
+        if kind not in ("begin", "fetch", "progress", "aux", "stow", "abort"):
             raise precondition(f"a prefill worker does not send {kind}")
         name = self.name_of(worker, getattr(message, kind).name)
         if name is None:
@@ -88,6 +88,8 @@ class PrefillSide(Side[PrefillCore]):
                 core.progress(number, name, message.progress.tokens, now, message.progress.blocks)
             elif kind == "aux":
                 core.aux(number, name, message.aux.blob, now)
+            elif kind == "stow":
+                self._stow(worker, name, now)
             else:
                 core.abort(number, name, now)
         except RequestError as error:
@@ -107,6 +109,12 @@ class PrefillSide(Side[PrefillCore]):
             self.ready_core.begin_refused(name, error)
             raise
         self.traces.looked_up(worker.number, name, now)
+
+    def _stow(self, worker: Worker, name: Name, now: float) -> None:
+        if self.tiers.can_be_sent:
+            self.ready_core.stow(worker.number, name, now)
+        else:
+            self.tell(worker.number, wire.WorkerEvent(stowed=wire.Stowed(name=name.to_proto())))
 
     def _check_begin(self, request: wire.Begin) -> None:
         if self.draining:

@@ -141,6 +141,16 @@ class SideTiers:
         if self._host is not None:
             self._host.forget_unread()
 
+    @property
+    def stows(self) -> bool:
+        """Whether computed prompts of a prefill engine that has blocks of its own may wait in the host tier."""
+        return self._role == "prefill" and self._blocks is not None and self._host is not None
+
+    @property
+    def can_be_sent(self) -> bool:
+        """See `HostTier.can_be_sent`."""
+        return self._host is not None and self._host.can_be_sent
+
     def copy_statistics(self) -> CopyStatistics:
         """Counts of the copies between the tiers."""
         if self._memory is None:
@@ -253,7 +263,7 @@ class SideTiers:
             )
         host_pages = config.host_bytes // row_bytes
         if registration is not None and registration.block_tokens:
-            return pages, self._host_pages_below_blocks(host_pages)
+            return pages, self._host_pages_below_blocks(host_pages, registration.stows)
         if config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
                 f"--host-bytes is {config.host_bytes}, a page of this model {row_bytes}; "
@@ -261,17 +271,19 @@ class SideTiers:
             )
         return pages, host_pages
 
-    def _host_pages_below_blocks(self, pages: int) -> int:
-        """The host tier's size below an engine's blocks; the log says what else of the settings is of no use there."""
-        config = self._config
+    def _host_pages_below_blocks(self, pages: int, stows: bool) -> int:
+        """The host tier's size below an engine's blocks; the log says what else of the settings is of no use there.
+        A prefill engine's is for computed prompts that wait, and for nothing that the next daemon could use."""
+        config, prefill = self._config, self._role == "prefill"
         idle = {
             "zero_freed": config.zero_freed == "on",
             "quotas of the device": any(quota.soft or quota.hard for quota in config.quotas.values()),
-            "host_bytes": bool(pages) and self._role == "prefill",
+            "host_bytes": bool(pages) and prefill and not stows,
+            "host_dir": bool(pages and config.host_dir) and prefill and stows,
         }
         if said := [name for name, is_set in idle.items() if is_set]:
             log.warning("%s: of no use, the %s engine has its blocks itself", ", ".join(said), self._role)
-        return 0 if self._role == "prefill" else pages
+        return 0 if prefill and not stows else pages
 
     def _check_layout(self, facts: NamespaceFacts, storage: StorageOrder) -> None:
         if facts.geometry.layout is Layout.ENGINE and storage is not StorageOrder.PAGE_MAJOR:

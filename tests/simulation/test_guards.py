@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.admission_queue import Admission, QueueWalk
-from kvferry.daemon.core.block_tier import BlockCopy, BlockTier
+from kvferry.daemon.core.blocks.block_tier import BlockCopy, BlockTier
 from kvferry.daemon.core.cache import Cache, FlushCount
 from kvferry.daemon.core.decode import DecodeCore
 from kvferry.daemon.core.decode_leases import LeaseKeeper

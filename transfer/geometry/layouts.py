@@ -136,14 +136,25 @@ class BlockStorage:
 
     def rows(self, first_head: int = 0, heads: int | None = None) -> RowMap:
         """Rows as `RankStorage.rows` has them. Of all heads, where only the engine knows which lie where in a block."""
-        count = _count_heads(self.geometry, first_head, heads)
-        places = np.arange(len(self.bases))
-        if self.geometry.runs_of_a_head:
-            places = places.reshape(-1, self.geometry.kv_heads)[:, first_head : first_head + count].ravel()
-        else:
-            assert count == self.geometry.kv_heads, "a block was to be taken apart"
+        places = self._places(first_head, heads)
         bases, strides = self.bases[places], self.strides[places]
         return RowMap(bases, strides, self.per_page, 0, self.block_bytes, self.blocks, in_blocks=True)
+
+    def tier_rows(self, start: int, stride: int, count: int, first_head: int = 0, heads: int | None = None) -> RowMap:
+        """The same rows of pages that were copied to the host tier, where page p has all heads from byte start + p *
+        stride on: a page's fragments are what it has in each of the places."""
+        places = self._places(first_head, heads)
+        size = self.block_bytes * self.per_page
+        return RowMap(start + places * size, np.full(len(places), stride, np.int64), 1, 0, size, count)
+
+    def _places(self, first_head: int, heads: int | None) -> Int64s:
+        """Numbers of the places that these heads are in."""
+        count = _count_heads(self.geometry, first_head, heads)
+        places = np.arange(len(self.bases), dtype=np.int64)
+        if self.geometry.runs_of_a_head:
+            return places.reshape(-1, self.geometry.kv_heads)[:, first_head : first_head + count].ravel()
+        assert count == self.geometry.kv_heads, "a block was to be taken apart"
+        return places
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage, RowMap, Storages, rank_storages
+from kvferry.transfer.geometry.layouts import BlockStorage, RankStorage, RowMap, Storages, rank_storages
 from kvferry.transfer.geometry.rank_lanes import Lane, check_ranks, rank_geometry, shards_of
 
 
@@ -87,6 +87,13 @@ class PoolShape:
     def sending_rows(self, lanes: Sequence[Lane]) -> list[RowMap]:
         """Each lane's rows in the memory of its sending rank, which is one of these."""
         return [self.storages_of(lane.sender)[lane.cache].rows(lane.sender_head, lane.heads.count) for lane in lanes]
+
+    def tier_rows(self, lane: Lane, count: int) -> RowMap:
+        """The rows of a lane of blocks in the host tier, which has `count` pages."""
+        storage = self.storages_of(lane.sender)[lane.cache]
+        assert isinstance(storage, BlockStorage), "pages were to be sent from the host tier that are no blocks"
+        shard = next(each for each in self.row_shards if each.cache == lane.cache and lane.sender in each.ranks)
+        return storage.tier_rows(shard.start, self.row_bytes, count, lane.sender_head, lane.heads.count)
 
     def receiving_rows(self, lanes: Sequence[Lane]) -> list[RowMap]:
         """Each lane's rows in the memory of its receiving rank, which is one of these."""

@@ -12,6 +12,7 @@ class Outgoing:
         "ended",
         "failure",
         "first_page",
+        "from_rows",
         "gathers",
         "page_ids",
         "posted",
@@ -21,9 +22,10 @@ class Outgoing:
         "unsent",
     )
 
-    def __init__(self, first_page: int, page_ids: Sequence[int], lanes: int) -> None:
+    def __init__(self, first_page: int, page_ids: Sequence[int], lanes: int, from_rows: bool) -> None:
         self.first_page = first_page
         self.page_ids = page_ids
+        self.from_rows = from_rows
         self.unsent = lanes  # lanes whose cursor is not at the run's end
         self.ready = 0  # pages from the run's start that are final in the pool
         self.sent = [0] * lanes  # the cursors: bytes from the run's start given to gathers

@@ -32,7 +32,7 @@ class Gather:
     behind `header`, to which the payload's sum is added in a session with checksums.
 
     The slot is the own sending slot `send_slot`. page_ids[i] holds prompt page first_page + i; every page named is
-    touched; byte_offset < row_bytes.
+    touched; byte_offset < row_bytes. `from_rows`: they are rows of the host tier, not pages of the pool.
     """
 
     transfer: int
@@ -44,6 +44,7 @@ class Gather:
     nbytes: int
     header: PartHeader
     lane: int = 0
+    from_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,11 @@ class Sender:
         """Credits that the receiver granted. Raises SlotError (end the session) if one cannot be."""
         self._purse.add(credits)
 
-    def open(self, transfer: int, *, first_page: int, pages: int, page_ids: Sequence[int]) -> None:
-        """A transfer of prompt pages first_page..first_page+pages-1, which lie in pool pages `page_ids`.
+    def open(
+        self, transfer: int, *, first_page: int, pages: int, page_ids: Sequence[int], from_rows: bool = False
+    ) -> None:
+        """A transfer of prompt pages first_page..first_page+pages-1, which lie in pool pages `page_ids`, or in those
+        rows of the host tier.
 
         The caller keeps them locked until released(). No page counts as ready until progress() says so. With pages ==
         0 it is completed at once. Raises ValueError if the transfer is open or the numbers disagree.
@@ -162,7 +166,7 @@ class Sender:
         if pages == 0:
             self._events.append(Completed(transfer, 0))
             return
-        self._transfers[transfer] = Outgoing(first_page, list(page_ids), len(self._lanes))
+        self._transfers[transfer] = Outgoing(first_page, list(page_ids), len(self._lanes), from_rows)
 
     def progress(self, transfer: int, pages_ready: int) -> None:
         """Prompt pages [0, pages_ready) are final in the pool. Ignored for a transfer that is completed or ended.
@@ -331,6 +335,7 @@ class Sender:
             nbytes=nbytes,
             header=header,
             lane=number,
+            from_rows=outgoing.from_rows,
         )
         outgoing.sent[number] += nbytes
         if outgoing.sent[number] == len(outgoing.page_ids) * lane.row_bytes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import grpc
@@ -23,20 +24,34 @@ from tests.support.stacks import lasting_port
 __all__ = ["PAGE", "Pair", "kv_of", "new_prompt", "stats_of", "until"]
 
 
+Place: TypeAlias = Callable[[str], tuple[Sequence[str], str]]
+
+
 class Pair:
     """Both engines, their daemons and prefill's bootstrap server."""
 
     def __init__(
-        self, stack: Stack, patches: ExitStack, *, prefill_tokens: int = 1024, decode_tokens: int = 1024, **kwargs: Any
+        self,
+        stack: Stack,
+        patches: ExitStack,
+        *,
+        prefill_tokens: int = 1024,
+        decode_tokens: int = 1024,
+        prefill_words: Sequence[str] = (),
+        place: Place = lambda role: ((), HOST),
+        **kwargs: Any,
     ) -> None:
+        """prefill_words: more of its daemon's. place: a command that runs a role's daemon, and its host."""
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
         self.stack = stack
         self.daemons: dict[str, Process] = {}
         self.words: dict[str, list[str]] = {}
-        listen = f"{HOST}:{lasting_port()}"
-        self.start("prefill", "--listen", listen)
-        self.start("decode", "--listen", f"{HOST}:{lasting_port()}", "--peer", f"p={listen}", "--host-bytes", "1MiB")
+        self.prefixes = {role: place(role)[0] for role in ("prefill", "decode")}
+        prefill, decode = (f"{place(role)[1]}:{lasting_port()}" for role in ("prefill", "decode"))
+        open_wire = ("--insecure",) if place("prefill")[1] != HOST else ()
+        self.start("prefill", "--listen", prefill, *open_wire, *prefill_words)
+        self.start("decode", "--listen", decode, "--peer", f"p={prefill}", "--host-bytes", "1MiB", *open_wire)
         self.port = lasting_port()
         self.bootstrap = get_kv_class(TransferBackend(BACKEND), KVClassType.BOOTSTRAP_SERVER)(HOST, self.port)
         until(self._answers)
@@ -53,7 +68,7 @@ class Pair:
         if role not in self.words:
             words = ["serve", "--role", role, "--name", role[0], "--socket", self.socket(role), "--pool", "engine"]
             self.words[role] = [*words, "--page-size", str(PAGE), "--checksums", "on", *more]
-        self.daemons[role] = self.stack.start(f"{role}-daemon", self.words[role])
+        self.daemons[role] = self.stack.start(f"{role}-daemon", self.words[role], prefix=self.prefixes[role])
         self.stack.ready(self.daemons[role])
 
     def socket(self, role: str) -> str:

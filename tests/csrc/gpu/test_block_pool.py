@@ -7,9 +7,12 @@ import mmap
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvferry.daemon.memory.gpu import GpuPoolMemory
+from kvferry.daemon.memory.tier_lanes import TierLanes
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.geometry.registration import (
     GpuAllocation,
     RegisteredMemory,
@@ -20,6 +23,34 @@ from kvferry.transfer.geometry.registration import (
 from tests.csrc.engine_allocations import handle_of
 
 NONE = -1
+
+
+def is_sent_from_the_tier(
+    fake: ctypes.CDLL,
+    memory: GpuPoolMemory,
+    geometry: KVGeometry,
+    kept: NDArray[np.uint8],
+    rows: NDArray[np.uint8],
+) -> None:
+    """Rows are read where they are, with nothing behind a prompt's end; more of them are seen when they are there."""
+    assert memory.block_table is not None
+    lanes = lanes_of(geometry, 1, 1)
+    tier = TierLanes(memory.shape, lanes, lambda: memory._rows, memory._of_tier)
+    memory.block_table.bind([30, 31], [3, 4, 6, 10])
+    memory.block_table.cut(31, 5)
+    memory.spill(np.array([30, 31]), np.array([2, 1]))
+    tokens = kept.reshape(3, 4, geometry.page_size, -1)
+    assert tokens[1][:, :5].any(axis=-1).all() and not tokens[1][:, 5:].any(), "what is behind the end is there"
+    slot = int(fake.fake_foreign(2 * geometry.page_bytes))
+    engine = memory._ranks[0].parts
+    engine.gather_part(tier.of(0), np.array([2, 1]), 0, 2 * geometry.page_bytes, slot).wait()
+    sent = np.ctypeslib.as_array((ctypes.c_uint8 * (2 * geometry.page_bytes)).from_address(slot))
+    assert (sent == np.concatenate([kept[2].ravel(), kept[1].ravel()])).all() and sent.any()
+    assert tier.of(0) is tier.of(0) and tier.of(0).pages == 3
+    memory.attach_rows(memoryview(rows)[: 2 * geometry.page_bytes])
+    assert tier.of(0).pages == 2
+    memory.attach_rows(memoryview(rows))
+    fake.fake_foreign_ends(slot)
 
 
 def test_a_pool_of_an_engines_blocks(fake: ctypes.CDLL, on_the_fake: None) -> None:
@@ -58,6 +89,7 @@ def test_a_pool_of_an_engines_blocks(fake: ctypes.CDLL, on_the_fake: None) -> No
     want[:, 8, :size] = kept[0][:, 1]
     want[:, [9, 2], :size] = kept[2]
     assert (np.concatenate(views) == want).all(), "what is no block of the page's was written, or one was not"
+    is_sent_from_the_tier(fake, memory, geometry, kept, rows)
     with pytest.raises(OSError, match=r"page_ids\[0\]: -1"):
         memory.spill(np.array([20]), np.array([1]))
     with pytest.raises(AssertionError, match="an engine's blocks were to be cleared"):

@@ -19,12 +19,14 @@ from tests.mutants.guards import (
     protocol,
     ranks,
     sides,
+    stows,
     way_back,
 )
 
 GUARDS: tuple[Guard, ...] = (
     *core.GUARDS,
     *blocks.GUARDS,
+    *stows.GUARDS,
     *protocol.GUARDS,
     *places.GUARDS,
     *caches.GUARDS,

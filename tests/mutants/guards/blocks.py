@@ -8,7 +8,7 @@ TABLE = ("tests/daemon/memory/test_block_table.py",)
 REGISTERED = ("tests/transfer/geometry/test_blocks.py",)
 SYSTEM = "tests/system/serving/test_engine_blocks.py"
 RANKS = "tests/system/serving/test_engine_block_ranks.py"
-_TIER, _LEASES = "daemon/core/block_tier.py", "daemon/core/decode_leases.py"
+_TIER, _LEASES = "daemon/core/blocks/block_tier.py", "daemon/core/decode_leases.py"
 _TABLE, _SHARED = "daemon/memory/block_table.py", "daemon/memory/shared.py"
 _LIMITS = "daemon/core/limits.py"
 
@@ -161,7 +161,7 @@ GUARDS: tuple[Guard, ...] = (
         "what lies behind a prompt's end is not sent",
         _SHARED,
         "SharedPartCopies.gather",
-        "last_bytes = self._places.last_bytes(gather.page_ids, cache)",
+        "last_bytes = places.last_bytes(gather.page_ids, cache)",
         "last_bytes = None",
         (f"{SYSTEM}::test_prompts_go_from_blocks_to_blocks",),
     ),
@@ -216,7 +216,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "rows of some heads are of their places alone",
         "transfer/geometry/layouts.py",
-        "BlockStorage.rows",
+        "BlockStorage._places",
         "[:, first_head : first_head + count]",
         "[:, :count]",
         REGISTERED,
@@ -224,7 +224,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "a block of which only the engine knows the heads is not cut",
         "transfer/geometry/layouts.py",
-        "BlockStorage.rows",
+        "BlockStorage._places",
         'assert count == self.geometry.kv_heads, "a block was to be taken apart"',
         "pass",
         REGISTERED,

@@ -67,7 +67,7 @@ PAGES: tuple[Guard, ...] = (
         "a worker says that it is quiet before its devices are",
         "client/client.py",
         "DaemonClient._quiesced",
-        "self._broken is not None or not await self._settled(deadline_s)",
+        "self._broken is not None or not await self._attachment.settled(deadline_s)",
         "self._broken is not None",
         CLIENT,
     ),

@@ -1,0 +1,90 @@
+"""Which of prefill's computed prompts are moved to the daemon's host tier, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+
+from kvferry.client.requests import RequestName
+from kvferry.connectors.sglang.transfers import AGAIN_SECONDS, PageTransfer, PromptPlace, SentPrompt
+from kvferry.connectors.sglang.waiting import WaitingPrompts
+
+PAGE = 4
+
+
+@dataclass(eq=False)
+class Ahead:
+    """As the sender of a prompt is."""
+
+    order: SentPrompt | None
+    pages: int
+
+    @property
+    def pages_held(self) -> int:
+        return 0 if self.order is not None and self.order.gave_back else self.pages
+
+
+class World:
+    def __init__(self, most: float, stows: bool = True) -> None:
+        self.moved: list[SentPrompt] = []
+        self.waiting = WaitingPrompts(most, self.moved.append, lambda: stows)
+        self.prompts: list[Ahead] = []  # SGLang has them
+        self.count = 0
+
+    def add(self, pages: int, born: float, *, computed: bool = True) -> SentPrompt:
+        self.count += 1
+        transfer = PageTransfer(RequestName(self.count.to_bytes(16, "big"), 1), range(pages * PAGE), PAGE, b"")
+        order = SentPrompt(transfer, born=born, computed=computed)
+        self.prompts.append(Ahead(order, pages))
+        self.waiting.ahead.add(self.prompts[-1])
+        return order
+
+
+def test_the_oldest_go_and_no_more_than_must() -> None:
+    world = World(10)
+    young, old, middle = world.add(4, 3.0), world.add(4, 1.0), world.add(4, 2.0)
+    assert not world.waiting.has_room
+    assert world.moved == [old] and old.place is PromptPlace.MOVES
+    assert not world.waiting.has_room and world.moved == [old], "that one is enough, once it is gone"
+    old.place = PromptPlace.TIER
+    assert not world.waiting.has_room and world.moved == [old], "SGLang has its pages not back yet"
+    old.gave_back = True
+    assert world.waiting.has_room
+    world.add(8, 4.0)
+    assert not world.waiting.has_room
+    assert world.moved == [old, middle, young], "6 too many are held, and one is not enough"
+
+
+def test_within_the_share_nothing_goes() -> None:
+    world = World(10)
+    world.add(4, 1.0)
+    world.add(5, 2.0)
+    assert world.waiting.has_room and not world.moved
+
+
+def test_what_cannot_go() -> None:
+    """What is not computed to its end, what decode has asked for, and prompts of which nothing is computed."""
+    world = World(10)
+    world.add(6, 1.0, computed=False)
+    world.add(6, 2.0).place = PromptPlace.ASKED
+    world.prompts.append(Ahead(None, 6))
+    world.waiting.ahead.add(world.prompts[-1])
+    assert not world.waiting.has_room and not world.moved
+
+
+def test_a_daemon_that_takes_none() -> None:
+    world = World(10, stows=False)
+    world.add(12, 1.0)
+    assert not world.waiting.has_room and not world.moved
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(AGAIN_SECONDS / 2, False), (AGAIN_SECONDS, True)])
+def test_where_there_was_no_room_it_is_tried_again_later(seconds: float, again: bool) -> None:
+    world = World(10)
+    order = world.add(12, 1.0)
+    order.not_before = 100.0
+    with mock.patch("time.monotonic", return_value=100.0 - AGAIN_SECONDS + seconds):
+        assert not world.waiting.has_room
+    assert world.moved == ([order] if again else [])
