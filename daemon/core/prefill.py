@@ -30,7 +30,7 @@ from kvferry.daemon.core.errors import (
 from kvferry.daemon.core.limits import Name, NamedBlocks, pages_for
 from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.prefill_entries import EntryKeeper, PrefillLimits, PrefillSends
-from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState, Rendezvous
+from kvferry.daemon.core.prefill_entry import BegunPrompt, EntryState, Rendezvous
 from kvferry.daemon.core.reservations import Hold
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
@@ -123,7 +123,7 @@ class PrefillCore:
         if entry is not None and entry.state not in (EntryState.EXPECTED, EntryState.OVER):
             raise precondition(f"name {name} is already in use; a new try takes the next attempt number")
         namespace = self.cache.namespace(namespace_id)
-        error = self._refusal(entry, name, request, self.cache.most(namespace))
+        error = self._keeper.refusal(entry, name, request, self.cache.most(namespace))
         if error is not None:
             self.counters.refused += 1
             self.begin_refused(name, error)
@@ -151,17 +151,6 @@ class PrefillCore:
         self._sends.check_asks(entry)
         self.fetches.begun(entry)
         self._pump(now)
-
-    def _refusal(self, entry: Entry | None, name: Name, request: wire.Begin, most: int) -> RequestError | None:
-        tokens, held = request.tokens, request.held_tokens
-        need = pages_for(tokens, self.cache.page_size)
-        if held > tokens:
-            return invalid(f"held_tokens is {held}; the prompt has {tokens} tokens")
-        if need > most:
-            return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
-        if entry is None:
-            return self._table.make_room()
-        return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
 
     def begin_refused(self, name: Name, error: RequestError) -> None:
         """Whoever asked for it is told at once: nothing else would end those asks before their deadline."""

@@ -248,6 +248,18 @@ class EntryKeeper:
         self._outbox.tell(prompt.worker, wire.WorkerEvent(begun=begun))
         self._sends.open_asks(entry)
 
+    def refusal(self, entry: Entry | None, name: Name, request: wire.Begin, most: int) -> RequestError | None:
+        """Why a checked Begin cannot be taken."""
+        tokens, held = request.tokens, request.held_tokens
+        need = pages_for(tokens, self._cache.page_size)
+        if held > tokens:
+            return invalid(f"held_tokens is {held}; the prompt has {tokens} tokens")
+        if need > most:
+            return invalid(f"prompt of {tokens} tokens needs {need} pages; its namespace may have {most}")
+        if entry is None:
+            return self._table.make_room()
+        return aborted(f"name {name} was ended by the decode daemon") if entry.done else None
+
     def name_blocks(self, prompt: BegunPrompt, blocks: Sequence[int], tokens: int) -> RequestError | None:
         """Takes in more blocks of the prompt, whose first `tokens` tokens are computed. The objection, or None."""
         if prompt.blocks is None:

@@ -116,8 +116,8 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "a late worker hears that its request is over",
-        _PREFILL,
-        "PrefillCore._refusal",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.refusal",
         "if entry.done else None",
         "if False else None",
         HALVES,
@@ -132,8 +132,8 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "the rendezvous table has a bound for workers",
-        _PREFILL,
-        "PrefillCore._refusal",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.refusal",
         "return self._table.make_room()",
         "return None",
         HALVES,
