@@ -115,7 +115,7 @@ published: venv
 	$(BIN)/python bench/e2e/published.py
 
 e2e: venv
-	@for claim in reuse host_tier concurrency turns local_prefill; do $(BIN)/python bench/e2e/$$claim.py || exit 1; done
+	@for claim in reuse host_tier concurrency turns local_prefill return; do $(BIN)/python bench/e2e/$$claim.py || exit 1; done
 
 trace: venv
 	$(BIN)/python bench/e2e/trace.py --trace $(TRACE)

@@ -12,7 +12,6 @@ from kvferry.client.engine_pools import EnginePools
 from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 from kvferry.transfer.mapping.segment import FileLock, Segment
 
@@ -48,7 +47,7 @@ class Attachment:
             return
         pools = list(welcome.rank_pools) or [worker_pb2.RankPool(segment=welcome.segment)]
         order = _order(welcome)
-        storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, welcome.pages)
+        nbytes = rank_geometry(geometry, len(pools)).page_bytes * welcome.pages
         on_gpus = [bool(pool.ipc_handle) for pool in pools]
         if any(on_gpus) and not all(on_gpus):
             raise ValueError("rank_pools: some lie on GPUs, others in shared memory")
@@ -60,7 +59,7 @@ class Attachment:
 
                 self.pools = GpuRankPools(geometry, order, welcome.pages, pools)
             else:
-                self.pools = self._map(geometry, order, welcome.pages, pools, storage.nbytes)
+                self.pools = self._map(geometry, order, welcome.pages, pools, nbytes)
         except BaseException:
             self._unmap()
             self._lock.close()
@@ -122,3 +121,12 @@ def _order(welcome: worker_pb2.Welcome) -> StorageOrder:
     if int(storage) not in known:
         raise ValueError(f"storage is {storage}; it must be one of {sorted(known)}")
     return StorageOrder(storage)
+
+
+def check_further(geometry: KVGeometry, said: common_pb2.Geometry) -> None:
+    """ValueError where the daemon leaves out caches that the worker has said its pages have."""
+    if len(geometry.further) != len(said.further):
+        raise ValueError(
+            f"geometry.further has {len(geometry.further)} entries; {len(said.further)} were said: the daemon is older "
+            "than pages of several caches, upgrade it"
+        )

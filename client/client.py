@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvferry.client.attachment import Attachment
+from kvferry.client.attachment import Attachment, check_further
 from kvferry.client.daemon_end import LATE_SECONDS, DaemonEnd
 from kvferry.client.engine_pools import EnginePools
 from kvferry.client.one_rank import OneRank
@@ -110,6 +110,7 @@ class DaemonClient:
             stream.send(worker_pb2.WorkerMessage(hello=hello))
             welcome = await stream.welcome(max(0.0, until - loop.time()))
             geometry = KVGeometry.from_proto(welcome.geometry)
+            check_further(geometry, facts.geometry)
             if own is not None:
                 own.mapped()
             mine = (welcome, geometry) if rank is None or own is not None else rank.part_of(welcome, geometry)

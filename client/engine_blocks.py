@@ -27,18 +27,29 @@ class OwnBlocks(RankPools):
 
 
 def make_block_files(
-    geometry: KVGeometry, block_tokens: int, blocks: int, places: int, shm_dir: str, ranks: int = 1
+    geometry: KVGeometry, block_tokens: int, blocks: int, places: Sequence[int], shm_dir: str, ranks: int = 1
 ) -> EnginePools:
-    """Allocates an engine's blocks in shared memory, a file for each rank: in each of its `places` all blocks one
-    behind the other. OSError where there is too little; ValueError where a page is not made of such blocks."""
+    """Allocates an engine's blocks in shared memory, a file for each rank: in each place of each cache, `places` of
+    them, all blocks one behind the other. OSError where there is too little; ValueError where a page is not made of
+    such blocks."""
     own = rank_geometry(geometry, ranks)
-    per_page, rest = divmod(own.page_size, block_tokens)
-    size, odd = divmod(own.page_bytes, places * max(per_page, 1))  # of a block in a place
-    if rest or odd:
-        page = f"a page of {own.page_size} tokens and {own.page_bytes} bytes"
-        raise ValueError(f"{page} is not made of blocks of {block_tokens} tokens in {places} places")
-    tensors = tuple(RegisteredTensor(0, place * blocks * size, size, size) for place in range(places))
-    files = make_rank_files(shm_dir, ranks, places * blocks * size)
+    tensors: list[RegisteredTensor] = []
+    start = 0
+    for number, (cache, count) in enumerate(zip(own.caches, places, strict=True)):
+        size = _block_bytes(cache, block_tokens, count)
+        tensors += [RegisteredTensor(0, start + i * blocks * size, size, size, number) for i in range(count)]
+        start += count * blocks * size
+    files = make_rank_files(shm_dir, ranks, start)
     pools = OwnBlocks(geometry, blocks, [np.frombuffer(file.buffer, np.uint8) for file in files])
-    registration = Registration(blocks, StorageOrder.PAGE_MAJOR, ranks_of(files, tensors), block_tokens)
+    registration = Registration(blocks, StorageOrder.PAGE_MAJOR, ranks_of(files, tuple(tensors)), block_tokens)
     return EnginePools(pools, registration, files)
+
+
+def _block_bytes(cache: KVGeometry, block_tokens: int, places: int) -> int:
+    """Bytes of a block in each of so many places of a cache. ValueError."""
+    per_page, rest = divmod(cache.page_size, block_tokens)
+    size, odd = divmod(cache.page_bytes, places * max(per_page, 1))
+    if rest or odd:
+        page = f"a page of {cache.page_size} tokens and {cache.page_bytes} bytes"
+        raise ValueError(f"{page} is not made of blocks of {block_tokens} tokens in {places} places")
+    return size

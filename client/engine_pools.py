@@ -15,7 +15,7 @@ from kvferry import flags
 from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.layouts import rank_storages
 from kvferry.transfer.geometry.rank_lanes import check_ranks, rank_geometry
 from kvferry.transfer.geometry.registration import (
     RegisteredMemory,
@@ -117,16 +117,15 @@ def make_files(spec: PoolSpec, geometry: KVGeometry) -> EnginePools:
     """Allocates the pool in shared memory, a file for each rank. OSError where there is too little."""
     pages = spec.pages
     own = rank_geometry(geometry, spec.ranks)
-    storage = RankStorage.make(own, spec.order, pages)
-    count, page_bytes = tensors_of(own, spec.order)
-    each = len(storage.bases) // count  # K and V tensors in one that is registered
-    tensors = tuple(
-        RegisteredTensor(0, int(storage.bases[i * each]), int(storage.page_strides[i * each]), page_bytes)
-        for i in range(count)
-    )
-    files = make_rank_files(spec.shm_dir, spec.ranks, storage.nbytes)
+    tensors: list[RegisteredTensor] = []
+    for number, storage in enumerate(rank_storages(own, spec.order, pages)):
+        count, page_bytes = tensors_of(storage.geometry, spec.order)
+        each = len(storage.bases) // count  # K and V tensors in one that is registered
+        places = zip(storage.bases[::each].tolist(), storage.page_strides[::each].tolist(), strict=True)
+        tensors += [RegisteredTensor(0, base, stride, page_bytes, number) for base, stride in places]
+    files = make_rank_files(spec.shm_dir, spec.ranks, own.page_bytes * pages)
     memories = [np.frombuffer(file.buffer, np.uint8) for file in files]
-    registration = Registration(pages, spec.order, ranks_of(files, tensors))
+    registration = Registration(pages, spec.order, ranks_of(files, tuple(tensors)))
     return EnginePools(RankPools(geometry, spec.order, pages, memories), registration, files)
 
 

@@ -23,12 +23,12 @@ class GpuRankPools(RankPools):
         self, geometry: KVGeometry, order: StorageOrder, pages: int, pools: Sequence[worker_pb2.RankPool]
     ) -> None:
         """Maps them. OSError where this process cannot; ValueError as RankPools."""
-        storage = RankStorage.make(rank_geometry(geometry, len(pools)), order, pages)
+        nbytes = rank_geometry(geometry, len(pools)).page_bytes * pages
         self._mappings: list[IpcMemory] = []
         tensors: list[torch.Tensor] = []
         try:
             for pool in pools:
-                mapping = IpcMemory(pool.device_uuid, pool.ipc_handle, pool.offset + storage.nbytes)
+                mapping = IpcMemory(pool.device_uuid, pool.ipc_handle, pool.offset + nbytes)
                 self._mappings.append(mapping)
                 whole: torch.Tensor = torch.as_tensor(mapping, device=f"cuda:{mapping.device}")
                 tensors.append(whole[pool.offset :])
@@ -36,25 +36,22 @@ class GpuRankPools(RankPools):
             self._unmap()
             raise
         super().__init__(geometry, order, pages, tensors)
-        rank = storage.geometry
-        shape = (pages, rank.layers, rank.tensors, rank.page_size, rank.kv_heads, rank.head_dim * rank.itemsize)
-        first = int(storage.bases[0])
-        self._tensors = [tensor[first:].as_strided(shape, (*storage.view_strides, 1)) for tensor in tensors]
+        self._tensors = [[_view(tensor, storage) for storage in self.storages] for tensor in tensors]  # as `_views`
 
-    def layer(self, rank: int, layer: int) -> Memory:
-        return self._tensors[rank][:, layer]
+    def layer(self, rank: int, layer: int, cache: int = 0) -> Memory:
+        return self._tensors[rank][cache][:, layer]
 
-    def read(self, rank: int, page: int) -> Bytes:
-        found: Bytes = self._tensors[rank][page].cpu().numpy()
+    def read(self, rank: int, page: int, cache: int = 0) -> Bytes:
+        found: Bytes = self._tensors[rank][cache][page].cpu().numpy()
         return found
 
-    def write(self, rank: int, page: int, content: NDArray[np.generic]) -> None:
-        tensor = self._tensors[rank]
+    def write(self, rank: int, page: int, content: NDArray[np.generic], cache: int = 0) -> None:
+        tensor = self._tensors[rank][cache]
         tensor[page] = torch.from_numpy(np.ascontiguousarray(content)).to(tensor.device)
         torch.cuda.current_stream(tensor.device).synchronize()
 
     def settle(self) -> None:
-        settle_each((tensor.device for tensor in self._tensors), torch.cuda.synchronize)
+        settle_each((caches[0].device for caches in self._tensors), torch.cuda.synchronize)
 
     def _let_go(self) -> None:
         self._tensors.clear()
@@ -64,3 +61,12 @@ class GpuRankPools(RankPools):
     def _unmap(self) -> None:
         while self._mappings:
             self._mappings.pop().close()
+
+
+def _view(memory: torch.Tensor, storage: RankStorage) -> torch.Tensor:
+    """A cache's bytes, (pages, layers, tensors, page size, heads, bytes of a head)."""
+    cache = storage.geometry
+    shape = (storage.pages, cache.layers, cache.tensors, cache.page_size, cache.kv_heads)
+    return memory[int(storage.bases[0]) :].as_strided(
+        (*shape, cache.head_dim * cache.itemsize), (*storage.view_strides, 1)
+    )

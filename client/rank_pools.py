@@ -1,4 +1,7 @@
-"""The pool as a worker sees it, the daemon's or its own: the ranks' memories share out a page's heads."""
+"""The pool as a worker sees it, the daemon's or its own: the ranks' memories share out a page's heads.
+
+Where a page has several caches, each is read and written by itself; `cache` is its number in the geometry's `caches`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.layouts import rank_storages
 from kvferry.transfer.geometry.rank_lanes import Heads, heads_of, rank_geometry
 
 if TYPE_CHECKING:
@@ -33,11 +36,13 @@ class RankPools:
         ranks = len(memories)
         self.geometry = geometry
         self.pages = pages
-        self.storage = RankStorage.make(rank_geometry(geometry, ranks), order, pages)
-        """Of each rank."""
+        self.storages = rank_storages(rank_geometry(geometry, ranks), order, pages)
+        """The places of the caches in each rank's memory."""
         self.memories = list(memories)
-        self.heads: list[Heads] = [heads_of(geometry, ranks, rank) for rank in range(ranks)]
-        """Of each rank."""
+        self.heads: list[list[Heads]] = [
+            [heads_of(cache, ranks, rank) for rank in range(ranks)] for cache in geometry.caches
+        ]
+        """Of each cache the heads of each rank."""
 
     @staticmethod
     def single(pool: Memory, geometry: KVGeometry) -> RankPools:
@@ -64,45 +69,52 @@ class RankPools:
         self.heads.clear()
         self.__dict__.pop("_views", None)
 
-    def layer(self, rank: int, layer: int) -> Memory:
+    def layer(self, rank: int, layer: int, cache: int = 0) -> Memory:
         """All pages' KV of one layer, (pages, tensors, page size, heads, bytes of a head), writable."""
-        return self._views[rank][:, layer]
+        return self._views[rank][cache][:, layer]
 
-    def read(self, rank: int, page: int) -> Bytes:
+    def read(self, rank: int, page: int, cache: int = 0) -> Bytes:
         """A page's bytes on one rank, (layers, tensors, page size, heads, bytes of a head)."""
-        found: Bytes = self._views[rank][page]
+        found: Bytes = self._views[rank][cache][page]
         return found
 
-    def write(self, rank: int, page: int, content: NDArray[np.generic]) -> None:
+    def write(self, rank: int, page: int, content: NDArray[np.generic], cache: int = 0) -> None:
         """Writes what `read` reads. It is there when this returns."""
-        self._views[rank][page] = content
+        self._views[rank][cache][page] = content
 
     def store(self, page: int, row: Bytes) -> None:
-        """Writes a page's row, uint8 (page_bytes,) in canonical order, to all ranks."""
-        content = self._by_head(row)
-        for rank, heads in enumerate(self.heads):
-            self.write(rank, page, content[:, :, :, heads.first : heads.end])
+        """Writes a page's bytes, uint8 (page_bytes,), to all ranks: its caches' rows in canonical order."""
+        for cache, content in enumerate(self._by_head(row)):
+            for rank, heads in enumerate(self.heads[cache]):
+                self.write(rank, page, content[:, :, :, heads.first : heads.end], cache)
 
     def wrong_bytes(self, page: int, row: Bytes) -> NDArray[np.int64]:
         """Indexes into `row`, ascending, of the bytes that the page does not hold on every rank."""
-        content = self._by_head(row)
         differs = np.zeros(0, np.int64)
-        for rank, heads in enumerate(self.heads):
-            expected, held = content[:, :, :, heads.first : heads.end], self.read(rank, page)
-            if not np.array_equal(held, expected):
-                indexes = self._by_head(np.arange(len(row), dtype=np.int64))[:, :, :, heads.first : heads.end]
-                differs = np.union1d(differs, indexes[held != expected])
+        for cache, content in enumerate(self._by_head(row)):
+            for rank, heads in enumerate(self.heads[cache]):
+                expected, held = content[:, :, :, heads.first : heads.end], self.read(rank, page, cache)
+                if not np.array_equal(held, expected):
+                    every = self._by_head(np.arange(len(row), dtype=np.int64))[cache]
+                    differs = np.union1d(differs, every[:, :, :, heads.first : heads.end][held != expected])
         return differs
 
     @cached_property
-    def _views(self) -> list[Bytes]:
-        return [self.storage.view(memory) for memory in self.memories if isinstance(memory, np.ndarray)]
+    def _views(self) -> list[list[Bytes]]:
+        """Views of each rank's caches."""
+        memories = (memory for memory in self.memories if isinstance(memory, np.ndarray))
+        return [[storage.view(memory) for storage in self.storages] for memory in memories]
 
-    def _by_head(self, row: NDArray[np.generic]) -> NDArray[np.generic]:
-        """(layers, tensors, page size, heads, bytes of a head); a view."""
-        geometry = self.geometry
-        shaped = row.reshape(*geometry.page_shape[:4], geometry.head_dim * geometry.itemsize)
-        return shaped.transpose(0, 1, 3, 2, 4) if geometry.heads_first else shaped
+    def _by_head(self, row: NDArray[np.generic]) -> list[NDArray[np.generic]]:
+        """Each cache of it, (layers, tensors, page size, heads, bytes of a head); views."""
+        found: list[NDArray[np.generic]] = []
+        start = 0
+        for cache in self.geometry.caches:
+            own = row[start : start + cache.page_bytes]
+            shaped = own.reshape(*cache.page_shape[:4], cache.head_dim * cache.itemsize)
+            found.append(shaped.transpose(0, 1, 3, 2, 4) if cache.heads_first else shaped)
+            start += cache.page_bytes
+        return found
 
 
 def settle_each(devices: Iterable[torch.device], settle: Callable[[torch.device], object]) -> None:

@@ -1,13 +1,14 @@
 """An engine's KV blocks and the daemon's pages: which belongs where.
 
 A block has one run of bytes in each of the engine's places: layers, or the heads of each where heads are outermost in a
-layer's block. A page of Layout.ENGINE is, place by place, the runs of its blocks as the engine has them.
+layer's block. A page of Layout.ENGINE is, place by place, the runs of its blocks as the engine has them; of several
+caches, those of one behind those of the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,7 +58,8 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The places of an engine's blocks: in place i block b is `block_bytes` bytes at bases[i] + b * strides[i]."""
+    """The places of an engine's blocks: in place i block b is `block_bytes` bytes at bases[i] + b * strides[i]. Bases,
+    strides, bytes and order are the first cache's; `caches` has each by itself."""
 
     bases: NDArray[np.int64]
     strides: NDArray[np.int64]
@@ -66,6 +68,7 @@ class BlockMap:
     block_tokens: int
     blocks_per_page: int
     order: NDArray[np.int32]  # (block_bytes,): the token of its block that each byte belongs to
+    further: tuple[BlockMap, ...] = ()  # of the same blocks in caches behind the first
 
     def __post_init__(self) -> None:
         """ValueError names the field, its value and the bound."""
@@ -82,26 +85,50 @@ class BlockMap:
             raise ValueError(
                 f"order: {int(self.order.min())} to {int(self.order.max())}; tokens are 0 to {self.block_tokens - 1}"
             )
+        for number, cache in enumerate(self.further):
+            for name in ("blocks", "block_tokens", "blocks_per_page"):
+                if (value := getattr(cache, name)) != (wanted := getattr(self, name)):
+                    raise ValueError(f"further[{number}].{name} is {value}; it must be {wanted}, as of the first cache")
+            if cache.further:
+                raise ValueError(f"further[{number}].further has {len(cache.further)} entries; it must have none")
+
+    @property
+    def caches(self) -> tuple[BlockMap, ...]:
+        """Each cache by itself, in the order of a page's bytes."""
+        return (replace(self, further=()), *self.further) if self.further else (self,)
 
     @property
     def in_token_order(self) -> bool:
         """Whether each run of bytes has its tokens one behind the other."""
         each = np.arange(self.block_tokens, dtype=np.int32)
-        return np.array_equal(self.order, np.repeat(each, self.block_bytes // self.block_tokens))
+        return all(
+            np.array_equal(cache.order, np.repeat(each, cache.block_bytes // cache.block_tokens))
+            for cache in self.caches
+        )
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a block in all places."""
-        return len(self.bases) * self.block_bytes
+        """Bytes of a block in all places of all caches."""
+        return sum(len(cache.bases) * cache.block_bytes for cache in self.caches)
 
     @property
     def page_bytes(self) -> int:
-        return len(self.bases) * self.blocks_per_page * self.block_bytes
+        return self.row_bytes * self.blocks_per_page
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
-        """(places, blocks, bytes of one)."""
+        """(places, blocks, bytes of one), of one cache."""
+        assert not self.further, "each cache has a shape of its own"
         return len(self.bases), self.blocks_per_page, self.block_bytes
+
+    def pieces(self, page: Memory) -> list[Memory]:
+        """Each cache of a page, of `page_shape`: views of its bytes."""
+        found: list[Memory] = []
+        start = 0
+        for cache in self.caches:
+            found.append(page[start : start + cache.page_bytes].reshape(cache.page_shape))
+            start += cache.page_bytes
+        return found
 
     @property
     def page_size(self) -> int:
@@ -132,11 +159,18 @@ class BlockMap:
         self, pool: PoolPages, places: BlockPlaces
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """(in blocks, in pages, sizes) of the runs of bytes that are one block's in one place."""
-        numbers = np.arange(len(self.bases), dtype=np.int64)[:, None]
-        in_page = (numbers * self.blocks_per_page + places.numbers) * self.block_bytes
-        in_pages = pool.address + places.pages * self.page_bytes + in_page
-        in_blocks = self.bases[:, None] + places.blocks * self.strides[:, None]
-        return in_blocks.ravel(), in_pages.ravel(), np.full(in_pages.size, self.block_bytes, dtype=np.int64)
+        found: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+        start = pool.address
+        for cache in self.caches:
+            numbers = np.arange(len(cache.bases), dtype=np.int64)[:, None]
+            in_page = (numbers * cache.blocks_per_page + places.numbers) * cache.block_bytes
+            in_pages = start + places.pages * self.page_bytes + in_page
+            in_blocks = cache.bases[:, None] + places.blocks * cache.strides[:, None]
+            sizes = np.full(in_pages.size, cache.block_bytes, dtype=np.int64)
+            found.append((in_blocks.ravel(), in_pages.ravel(), sizes))
+            start += cache.page_bytes
+        in_all_blocks, in_all_pages, all_sizes = map(np.concatenate, zip(*found, strict=True))
+        return in_all_blocks, in_all_pages, all_sizes
 
     def tail(self, pages: Sequence[int], end: int) -> Tail | None:
         """Where the last of `end` tokens lies, pages[-1] being their last page; None where they fill it."""

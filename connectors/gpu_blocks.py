@@ -24,11 +24,12 @@ def registered(blocks: BlockMap, geometry: KVGeometry, device: int) -> EnginePoo
     exporter = Exporter(device)
     ends: dict[bytes, int] = {}  # of each allocation, what is named of it
     tensors: list[RegisteredTensor] = []
-    for base, stride in zip(blocks.bases.tolist(), blocks.strides.tolist(), strict=True):
-        nbytes = (blocks.blocks - 1) * stride + blocks.block_bytes
-        handle, offset = exporter.export(base, nbytes)
-        ends[handle] = max(ends.get(handle, 0), offset + nbytes)
-        tensors.append(RegisteredTensor(list(ends).index(handle), offset, stride, blocks.block_bytes))
+    for number, cache in enumerate(blocks.caches):
+        for base, stride in zip(cache.bases.tolist(), cache.strides.tolist(), strict=True):
+            nbytes = (cache.blocks - 1) * stride + cache.block_bytes
+            handle, offset = exporter.export(base, nbytes)
+            ends[handle] = max(ends.get(handle, 0), offset + nbytes)
+            tensors.append(RegisteredTensor(list(ends).index(handle), offset, stride, cache.block_bytes, number))
     uuid = exporter.device_uuid
     memories = tuple(RegisteredMemory(GpuAllocation(handle, uuid), end) for handle, end in ends.items())
     rank = RegisteredRank(memories, tuple(tensors))

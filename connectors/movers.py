@@ -65,9 +65,10 @@ class HostMover:
         _core.copy_list(in_pages, in_blocks, sizes)
         if tail is not None:
             assert isinstance(pool.memory, np.ndarray)
-            page = pool.memory[pool.span(tail.page)].reshape(self._blocks.page_shape)
-            page[:, tail.block + 1 :] = 0
-            page[:, tail.block, self._blocks.order > tail.token] = 0
+            pieces = self._blocks.pieces(pool.memory[pool.span(tail.page)])
+            for cache, page in zip(self._blocks.caches, pieces, strict=True):
+                page[:, tail.block + 1 :] = 0
+                page[:, tail.block, cache.order > tail.token] = 0
 
     def to_blocks(self, pool: PoolPages, places: BlockPlaces, after: Moment) -> None:
         in_blocks, in_pages, sizes = self._blocks.addresses(pool, places)

@@ -24,27 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/proto/common.proto\x12\nkvferry.v1\"\xa8\x01\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\"\n\x06layout\x18\x06 \x01(\x0e\x32\x12.kvferry.v1.Layout\x12\x0f\n\x07tensors\x18\x07 \x01(\r\x12\x11\n\thead_runs\x18\x08 \x01(\r\"\xfa\x01\n\x0eNamespaceFacts\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12&\n\x08geometry\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.Geometry\x12\x18\n\x10\x64igest_algorithm\x18\x04 \x01(\t\x12\x13\n\x0broot_digest\x18\x05 \x01(\x0c\x12\x1a\n\x12tenant_salt_digest\x18\x06 \x01(\x0c\x12\x15\n\rengine_layout\x18\x07 \x01(\t\x12\x15\n\rdigest_tokens\x18\x08 \x01(\r\x12\x11\n\tkv_scales\x18\t \x01(\t\x12\x13\n\x0bspeculative\x18\n \x01(\t\"2\n\x0bRequestName\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"Q\n\x05\x45rror\x12#\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x15.kvferry.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nof_prefill\x18\x03 \x01(\x08*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*]\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fLAYOUT_PAGE_NHD\x10\x01\x12\x13\n\x0fLAYOUT_PAGE_HND\x10\x02\x12\x11\n\rLAYOUT_ENGINE\x10\x03*m\n\x07Storage\x12\x17\n\x13STORAGE_UNSPECIFIED\x10\x00\x12\x16\n\x12STORAGE_PAGE_MAJOR\x10\x01\x12\x17\n\x13STORAGE_LAYER_MAJOR\x10\x02\x12\x18\n\x14STORAGE_LAYER_BLOCKS\x10\x03*\x83\x02\n\tErrorCode\x12\x15\n\x11\x45RROR_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45RROR_INVALID_ARGUMENT\x10\x03\x12\x1b\n\x17\x45RROR_DEADLINE_EXCEEDED\x10\x04\x12\x13\n\x0f\x45RROR_NOT_FOUND\x10\x05\x12\x1c\n\x18\x45RROR_RESOURCE_EXHAUSTED\x10\x08\x12\x1d\n\x19\x45RROR_FAILED_PRECONDITION\x10\t\x12\x11\n\rERROR_ABORTED\x10\n\x12\x16\n\x12\x45RROR_OUT_OF_RANGE\x10\x0b\x12\x12\n\x0e\x45RROR_INTERNAL\x10\r\x12\x15\n\x11\x45RROR_UNAVAILABLE\x10\x0e\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/proto/common.proto\x12\nkvferry.v1\"\xd1\x01\n\x08Geometry\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\"\n\x06layout\x18\x06 \x01(\x0e\x32\x12.kvferry.v1.Layout\x12\x0f\n\x07tensors\x18\x07 \x01(\r\x12\x11\n\thead_runs\x18\x08 \x01(\r\x12\'\n\x07\x66urther\x18\t \x03(\x0b\x32\x16.kvferry.v1.CacheShape\"`\n\nCacheShape\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07tensors\x18\x05 \x01(\r\"\xfa\x01\n\x0eNamespaceFacts\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12&\n\x08geometry\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.Geometry\x12\x18\n\x10\x64igest_algorithm\x18\x04 \x01(\t\x12\x13\n\x0broot_digest\x18\x05 \x01(\x0c\x12\x1a\n\x12tenant_salt_digest\x18\x06 \x01(\x0c\x12\x15\n\rengine_layout\x18\x07 \x01(\t\x12\x15\n\rdigest_tokens\x18\x08 \x01(\r\x12\x11\n\tkv_scales\x18\t \x01(\t\x12\x13\n\x0bspeculative\x18\n \x01(\t\"2\n\x0bRequestName\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"Q\n\x05\x45rror\x12#\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x15.kvferry.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nof_prefill\x18\x03 \x01(\x08*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*]\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fLAYOUT_PAGE_NHD\x10\x01\x12\x13\n\x0fLAYOUT_PAGE_HND\x10\x02\x12\x11\n\rLAYOUT_ENGINE\x10\x03*m\n\x07Storage\x12\x17\n\x13STORAGE_UNSPECIFIED\x10\x00\x12\x16\n\x12STORAGE_PAGE_MAJOR\x10\x01\x12\x17\n\x13STORAGE_LAYER_MAJOR\x10\x02\x12\x18\n\x14STORAGE_LAYER_BLOCKS\x10\x03*\x83\x02\n\tErrorCode\x12\x15\n\x11\x45RROR_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45RROR_INVALID_ARGUMENT\x10\x03\x12\x1b\n\x17\x45RROR_DEADLINE_EXCEEDED\x10\x04\x12\x13\n\x0f\x45RROR_NOT_FOUND\x10\x05\x12\x1c\n\x18\x45RROR_RESOURCE_EXHAUSTED\x10\x08\x12\x1d\n\x19\x45RROR_FAILED_PRECONDITION\x10\t\x12\x11\n\rERROR_ABORTED\x10\n\x12\x16\n\x12\x45RROR_OUT_OF_RANGE\x10\x0b\x12\x12\n\x0e\x45RROR_INTERNAL\x10\r\x12\x15\n\x11\x45RROR_UNAVAILABLE\x10\x0e\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=601
-  _globals['_ROLE']._serialized_end=664
-  _globals['_LAYOUT']._serialized_start=666
-  _globals['_LAYOUT']._serialized_end=759
-  _globals['_STORAGE']._serialized_start=761
-  _globals['_STORAGE']._serialized_end=870
-  _globals['_ERRORCODE']._serialized_start=873
-  _globals['_ERRORCODE']._serialized_end=1132
+  _globals['_ROLE']._serialized_start=740
+  _globals['_ROLE']._serialized_end=803
+  _globals['_LAYOUT']._serialized_start=805
+  _globals['_LAYOUT']._serialized_end=898
+  _globals['_STORAGE']._serialized_start=900
+  _globals['_STORAGE']._serialized_end=1009
+  _globals['_ERRORCODE']._serialized_start=1012
+  _globals['_ERRORCODE']._serialized_end=1271
   _globals['_GEOMETRY']._serialized_start=43
-  _globals['_GEOMETRY']._serialized_end=211
-  _globals['_NAMESPACEFACTS']._serialized_start=214
-  _globals['_NAMESPACEFACTS']._serialized_end=464
-  _globals['_REQUESTNAME']._serialized_start=466
-  _globals['_REQUESTNAME']._serialized_end=516
-  _globals['_ERROR']._serialized_start=518
-  _globals['_ERROR']._serialized_end=599
+  _globals['_GEOMETRY']._serialized_end=252
+  _globals['_CACHESHAPE']._serialized_start=254
+  _globals['_CACHESHAPE']._serialized_end=350
+  _globals['_NAMESPACEFACTS']._serialized_start=353
+  _globals['_NAMESPACEFACTS']._serialized_end=603
+  _globals['_REQUESTNAME']._serialized_start=605
+  _globals['_REQUESTNAME']._serialized_end=655
+  _globals['_ERROR']._serialized_start=657
+  _globals['_ERROR']._serialized_end=738
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -61,7 +62,7 @@ ERROR_INTERNAL: ErrorCode
 ERROR_UNAVAILABLE: ErrorCode
 
 class Geometry(_message.Message):
-    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "page_size", "layout", "tensors", "head_runs")
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "page_size", "layout", "tensors", "head_runs", "further")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +71,7 @@ class Geometry(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     HEAD_RUNS_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
     layers: int
     kv_heads: int
     head_dim: int
@@ -78,7 +80,22 @@ class Geometry(_message.Message):
     layout: Layout
     tensors: int
     head_runs: int
-    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[_Union[Layout, str]] = ..., tensors: _Optional[int] = ..., head_runs: _Optional[int] = ...) -> None: ...
+    further: _containers.RepeatedCompositeFieldContainer[CacheShape]
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., layout: _Optional[_Union[Layout, str]] = ..., tensors: _Optional[int] = ..., head_runs: _Optional[int] = ..., further: _Optional[_Iterable[_Union[CacheShape, _Mapping]]] = ...) -> None: ...
+
+class CacheShape(_message.Message):
+    __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "tensors")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    tensors: int
+    def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tensors: _Optional[int] = ...) -> None: ...
 
 class NamespaceFacts(_message.Message):
     __slots__ = ("model", "revision", "geometry", "digest_algorithm", "root_digest", "tenant_salt_digest", "engine_layout", "digest_tokens", "kv_scales", "speculative")

@@ -166,6 +166,14 @@ def _add_synthetic(parser: argparse.ArgumentParser) -> None:
     synthetic.add_argument("--synthetic-kv-heads", type=flags.whole, default=1, metavar="N")
     synthetic.add_argument("--synthetic-head-dim", type=flags.whole, default=16, metavar="N")
     synthetic.add_argument("--synthetic-tensors", type=int, choices=(1, 2), default=2, help="a layer: K and V, or one")
+    synthetic.add_argument(
+        "--synthetic-further",
+        action="append",
+        type=_further,
+        default=[],
+        metavar="SHAPE",
+        help="a further cache of each page: layers=N,head_dim=N[,kv_heads=1][,tensors=1][,dtype=uint8]; again for more",
+    )
     synthetic.add_argument("--synthetic-layout", choices=sorted(LAYOUTS), default="nhd", help="of a page's rows")
     synthetic.add_argument(
         "--synthetic-prefill-us", type=flags.not_negative, default=0.0, metavar="US", help="a prompt token takes"
@@ -213,6 +221,7 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
         tensors=args.synthetic_tensors,
         layout=LAYOUTS[args.synthetic_layout],
         head_runs=args.synthetic_tensors if args.synthetic_layout == "engine-hnd" else 0,
+        further=args.synthetic_further,
     )
     simulated = SimulatedTime(args.synthetic_prefill_us / 1e6, args.synthetic_decode_us / 1e6)
     facts = _facts(args, "synthetic", args.revision or "1", geometry)
@@ -325,6 +334,21 @@ def _config(
         make_pools=_make_pools(args, facts),
         keys=ApiKeys(args.api_keys) if args.api_keys else None,
     )
+
+
+def _further(text: str) -> common_pb2.CacheShape:
+    """The daemon judges the numbers."""
+    shape = common_pb2.CacheShape(kv_heads=1, tensors=1, dtype="uint8")
+    numbers = ("layers", "kv_heads", "head_dim", "tensors")
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        if name == "dtype":
+            shape.dtype = value
+        elif name in numbers:
+            setattr(shape, name, flags.whole(value))
+        else:
+            raise argparse.ArgumentTypeError(f"{item[:64]!r} is none of {', '.join((*numbers, 'dtype'))}")
+    return shape
 
 
 def _clock(text: str) -> float:

@@ -48,6 +48,8 @@ class PageSums:
 
     def __init__(self, pools: RankPools) -> None:
         geometry = pools.geometry
+        if geometry.further:
+            raise ValueError("a page has several caches; a record has the sums of one")
         if geometry.head_dim * geometry.itemsize % 8:
             raise ValueError(f"a head has {geometry.head_dim * geometry.itemsize} bytes; a record needs whole 64 bits")
         self._page_size = geometry.page_size

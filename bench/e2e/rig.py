@@ -51,6 +51,7 @@ class Setup:
     chunk_tokens: int = 8192
     local_prefill_max_tokens: int = 0
     policy: str = "lru"
+    way_back: str = "off"
     ucx_ports: str = "25000-25255"
     decode_flags: Sequence[str] = field(default=())
 
@@ -60,6 +61,7 @@ class Setup:
             raise RigError(f"page_bytes is {self.page_bytes}; it must be a multiple of {4 * self.page_size}")
         daemon = ["--shm-dir", shm, "--slots", "4", "--slot-bytes", "4MiB", "--ucx-ports", self.ucx_ports]
         daemon += ["--peer-lost-seconds", "60"]  # a machine that stands still for a while is no dead peer
+        daemon += ["--way-back", self.way_back]
         daemon += ["--admission-seconds", PATIENCE, "--transfer-seconds", PATIENCE, "--log-level", "warning"]
         host = ["--host-bytes", str(self.host_pages * self.page_bytes)] if self.host_pages else []
         worker = ["--synthetic-layers", "1", "--synthetic-kv-heads", "1", "--synthetic-head-dim", str(head_dim)]
@@ -90,13 +92,23 @@ class Run:
     setup: Setup
     report: Report
     decode: cache.SideStats
-    prefill: cache.SideStats
+    prefills: tuple[cache.SideStats, ...]
     engine_log: tuple[str, ...]  # what the workers said at their end
 
     @property
     def hit_share(self) -> float:
         requests = self.decode.requests
         return requests.hit_tokens / requests.queried_tokens if requests.queried_tokens else 0.0
+
+    @property
+    def fetched_tokens(self) -> int:
+        return sum(side.way_back.fetched_tokens for side in self.prefills)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of prompts, by all prefill servers."""
+        asked = sum(side.requests.queried_tokens - side.requests.hit_tokens for side in self.prefills)
+        return asked - self.fetched_tokens
 
 
 def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
@@ -106,13 +118,13 @@ def run(setup: Setup, load: Sequence[str], *, limit_s: float = 3600.0) -> Run:
         system = start_system(stack, setup.spec(folder))
         report = drive(system.url, [*_stats(system.decodes), *load], limit_s)
         decode = _side(system.decodes[0].daemon_address, common.ROLE_DECODE)
-        prefill = _side(system.prefills[0].daemon_address, common.ROLE_PREFILL)
+        prefills = tuple(_side(replica.daemon_address, common.ROLE_PREFILL) for replica in system.prefills)
         again = tried_again(system.url)
         workers = [replica.worker for replica in (*system.decodes, *system.prefills)]
         log = _last_words(stack, workers)
         wrong = wrong_pages([Path(worker.log_path) for worker in workers])
     judge(decode.pool, wrong, again)
-    return Run(setup, in_model_time(report, setup.clock), decode, prefill, log)
+    return Run(setup, in_model_time(report, setup.clock), decode, prefills, log)
 
 
 def tried_again(front: str) -> int:

@@ -128,7 +128,7 @@ async def connected(stack: Stack, role: str, device: str, shape: common_pb2.Name
 def own_blocks(geometry: KVGeometry, blocks: int, device: torch.device) -> tuple[torch.Tensor, EnginePools]:
     """As an engine has them: a tensor of all blocks for each layer's keys, and for its values."""
     if device.type == "cpu":
-        own = make_block_files(geometry, PAGE_SIZE, blocks, TENSORS, "/dev/shm")
+        own = make_block_files(geometry, PAGE_SIZE, blocks, [TENSORS], "/dev/shm")
         return torch.as_tensor(own.pools.memories[0]), own
     nbytes = geometry.page_bytes // TENSORS
     memory = torch.empty(TENSORS * blocks * nbytes, dtype=torch.uint8, device=device)

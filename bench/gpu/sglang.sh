@@ -60,7 +60,7 @@ case $what in
   check | compare | tokens) ;;
   *) echo "unknown word $what"; exit 2 ;;
 esac
-timeout -k 20 "${SECONDS_AT_MOST:-540}" "$PYTHON" -u "bench/sglang/$what.py" "$@" 2>&1 | tee "$OUT/$what.txt"
+timeout -s INT -k 50 "${SECONDS_AT_MOST:-540}" "$PYTHON" -u "bench/sglang/$what.py" "$@" 2>&1 | tee "$OUT/$what.txt"
 status=${PIPESTATUS[0]}
 cp "$ROOT"/log/* "$OUT_DIR/" 2>/dev/null # of servers that were not stopped in order
 for log in "$OUT_DIR"/*; do tail -c 4000000 "$log" >"$log.end" && mv "$log.end" "$log"; done

@@ -14,7 +14,7 @@ from kvferry.proto.limits import MAX_NAME_CHARS
 
 ROUTE = "/kvferry"
 ASK_SECONDS = 5.0
-ANNOUNCE_SECONDS = 60.0
+ANNOUNCE_SECONDS = 600.0
 RETRY_SECONDS = 0.5
 MAX_RANKS = 1024
 
@@ -70,6 +70,18 @@ def announce(address: str, dp_rank: int, daemon: str) -> None:
             _log.error("the bootstrap server at %s does not take the daemon's name: %s", address, error)
             return
         time.sleep(RETRY_SECONDS)
+
+
+def tell_rank(address: str, room: int, dp_rank: int) -> None:
+    """Tells a bootstrap server which data-parallel rank computes the prompt of a room, as SGLang's own backends do."""
+    try:
+        body = {"bootstrap_room": room, "dp_rank": dp_rank}
+        answer = requests.post(f"http://{address}/register_dp_rank", json=body, timeout=ASK_SECONDS)
+        error = "" if answer.ok else f"{answer.status_code} {answer.text[:200]}"
+    except requests.RequestException as failed:
+        error = str(failed)
+    if error:
+        _log.error("the bootstrap server at %s does not take the rank of room %d: %s", address, room, error)
 
 
 def daemon_of(address: str, dp_rank: int) -> str:

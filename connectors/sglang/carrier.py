@@ -36,14 +36,15 @@ _log = logging.getLogger(__name__)
 
 
 class Carrier:
-    """`start`, then transfers; `close` ends it. `connected` hears the daemon's name with each session, on a thread."""
+    """`start`, then transfers; `close` ends it. `connected` hears the daemon's name and the namespace with each
+    session, on a thread."""
 
     def __init__(
         self,
         settings: BackendSettings,
         connect: OpenSession,
         write_row: Callable[[int, bytes], None],
-        connected: Callable[[str], None],
+        connected: Callable[[str, bytes], None],
     ) -> None:
         self.there = False
         """Whether there is a session."""
@@ -137,8 +138,7 @@ class Carrier:
         self.there = there
         client = self._sessions.client
         if there and client is not None:
-            name = client.welcome.daemon
-            self._asker.submit(self._connected, name)
+            self._asker.submit(self._connected, client.welcome.daemon, client.welcome.namespace_id)
 
     async def _quiet(self) -> None:
         """Ends all that uses the session that is over; each transfer waits itself for what the daemon may still do."""

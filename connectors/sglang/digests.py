@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,12 @@ _EXTRA_KEY = b"kvferry-sglang-extra-key\0"
 MAX_TOKEN = (1 << 32) - 1
 
 
-def seed_of(extra_key: str | None) -> bytes:
-    """The parent of the first page; empty: there is none."""
-    return hashlib.sha256(_EXTRA_KEY + extra_key.encode()).digest() if extra_key else b""
+def seed_of(request: Any) -> bytes:
+    """The parent of the first page of an SGLang request; empty: there is none."""
+    salt = getattr(request, "cache_salt", None)  # of later versions; before, it is in the extra key
+    if not (request.extra_key or salt):
+        return b""
+    return hashlib.sha256(_EXTRA_KEY + repr((request.extra_key, salt)).encode()).digest()
 
 
 def prompt_pages(token_ids: Sequence[int], page_size: int, seed: bytes = b"") -> PromptPages:

@@ -32,5 +32,10 @@ def use(manager: Any) -> None:
     _managers.append(manager)
 
 
+def manager_of(tree: Any) -> Any | None:
+    """The manager of the decode engine that has this radix cache; None: it is another's."""
+    return next((manager for manager in _managers if manager.tree is tree), None)
+
+
 def in_use() -> bool:
     return bool(_managers)

@@ -30,12 +30,16 @@ NOT_SERVED: dict[str, tuple[object, str]] = {
     "pp_size": (1, "a page has all layers of its tokens, and with stages no process has all of them"),
     "enable_dp_attention": (False, "its ranks have pages of different requests; use --dp-size with a daemon each"),
     "attn_cp_size": (1, "a page has consecutive tokens, which are dealt out to ranks then"),
+    "dcp_size": (1, "a page has consecutive tokens, which are dealt out to ranks then"),
     "nnodes": (1, "all ranks of an engine are beside one daemon"),
     "speculative_algorithm": (None, "what draft models and their hidden states need is not carried over"),
     "enable_lora": (False, "each server gives an adapter a name of its own, so its pages have no common name"),
     "enable_memory_saver": (False, "its memory comes and goes, and the daemon has it mapped"),
     "enable_hisparse": (False, "its pages are not all on the GPU"),
     "disaggregation_decode_enable_offload_kvcache": (False, "the daemon's host tier is in its place"),
+}
+NOT_SERVED_ON_DECODE: dict[str, tuple[object, str]] = {
+    "enable_hierarchical_cache": (False, "the daemon's host tier is in its place: kvferry serve --host-bytes"),
 }
 
 
@@ -45,7 +49,8 @@ class NotServed(RuntimeError):
 
 def check_server(server_args: Any) -> None:
     """NotServed names an argument that is not served, and why."""
-    for name, (wanted, why) in NOT_SERVED.items():
+    decode = getattr(server_args, "disaggregation_mode", "") == "decode"
+    for name, (wanted, why) in {**NOT_SERVED, **(NOT_SERVED_ON_DECODE if decode else {})}.items():
         value = getattr(server_args, name, wanted)
         if value != wanted and not (wanted is False and value is None):
             raise NotServed(f"{name} is {value!r}; kvferry serves {wanted!r}: {why}")
@@ -70,6 +75,8 @@ def check_engine(queue: Any, args: Any) -> None:
         raise NotServed(
             f"the model has state beside its KV: {', '.join(map(str, args.state_types))}; kvferry serves none"
         )
+    if getattr(pool, "post_capture_active", False):
+        raise NotServed("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; its memory has no name for the daemon: unset it")
     if (layout := getattr(pool, "kv_cache_layout", "nhd")) != "nhd":
         raise NotServed(f"kv_cache_layout is {layout!r}; kvferry serves 'nhd'")
     if pool.store_dtype != pool.dtype:

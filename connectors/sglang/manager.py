@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
+from kvferry.connectors.lookups import HeldPrefixes
 from kvferry.connectors.sglang import engine, facts
-from kvferry.connectors.sglang.bootstrap import announce, daemon_of
-from kvferry.connectors.sglang.carrier import LOOK_SECONDS, Carrier
+from kvferry.connectors.sglang.bootstrap import announce, daemon_of, tell_rank
+from kvferry.connectors.sglang.carrier import ABORT_SECONDS, LOOK_SECONDS, Carrier
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import BackendSettings
-from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer
+from kvferry.connectors.sglang.stores import FinishedPages
+from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer, StoredPrompt
 from kvferry.proto import common_pb2
 
+# SGLang's scheduler never rests: for so long another thread waits for its turn. Python's own 5 ms are felt several
+# times in each request.
+SWITCH_SECONDS = 0.0005
+HELD_SECONDS = 5.0  # that the daemon's answer is waited for
 LATE_MS = 1  # SGLang answers for prefill, and frees its pages, when the last word of a prompt comes
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class PromptAhead(Protocol):
+    """A prompt that may be computed, or is."""
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of prefill's that it will keep locked, or does."""
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -39,15 +55,20 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.rows = MetadataRows(args)
         self._scheduler = queue.scheduler
+        self._ranks = queue.gloo_group
+        self.tree = getattr(queue, "tree_cache", None)  # decode's
         self._device = str(queue.token_to_kv_pool.device)
         self._peers: dict[tuple[str, int], str] = {}  # names of prefill daemons
         self._asked: dict[tuple[str, int], float] = {}
         self._peers_lock = threading.Lock()
-        self.sending: set[PageTransfer] = set()  # prompts that hold pages of prefill's
+        self.sending: WeakSet[PromptAhead] = WeakSet()  # SGLang forgets some without a word
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         own = self._own(queue, args)
+        self._held: HeldPrefixes | None = None
+        self.finished = FinishedPages(self._stored, lambda order: self.carrier.store(order), self._agree)
         self.pages = int(min(args.kv_data_lens) // args.kv_item_lens[0])
         self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self.carrier.start()
         engine.use(self)
 
@@ -73,6 +94,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def close(self) -> None:
         """Ends the session; no page is touched any more. SGLang itself only ends its processes."""
         self.carrier.close()
+        if self._held is not None:
+            self._held.close()
 
     # -- names
 
@@ -101,8 +124,16 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             with self._peers_lock:
                 self._peers[key] = name
 
-    def _connected(self, daemon: str) -> None:
-        if self.is_prefill:
+    def tell_rank(self, bootstrap_addr: str, room: int) -> None:
+        """Has the bootstrap server know that this rank computes the room's prompt."""
+        self.carrier.ask(partial(tell_rank, bootstrap_addr, room, self.system_dp_rank))
+
+    def _connected(self, daemon: str, namespace_id: bytes) -> None:
+        if not self.is_prefill:
+            if self._held is None and self.attn_tp_size == 1:
+                socket = self.settings.at_rank(self.system_dp_rank, self.system_dp_size)
+                self._held = HeldPrefixes(socket, common_pb2.ROLE_DECODE, namespace_id, timeout_s=HELD_SECONDS)
+        else:
             host = self.bootstrap_host
             if self.dist_init_addr:
                 host = NetworkAddress.parse(self.dist_init_addr).resolved().host
@@ -124,12 +155,43 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             moments.append(event)
         return moments
 
+    # -- what decode has finished
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a host tier for what has finished; of several ranks, the daemon knows."""
+        return self.attn_tp_size > 1 or (self._held is not None and self._held.keeps)
+
+    def keep_finished(self, request: Any, tokens: Any, tree: Any) -> None:
+        """Has the daemon's host tier keep what the tree has of these tokens. The request has just finished."""
+        warms_up = request.bootstrap_host == FAKE_BOOTSTRAP_HOST  # nothing was computed
+        if warms_up or not self.keeps:
+            return
+        name = f"sglang store {request.bootstrap_host} {request.bootstrap_room} {len(tokens)}"
+        self.finished.add(RequestName(hashlib.sha256(name.encode()).digest()[:16], 1), request, tokens, tree)
+
+    def settle_finished(self) -> None:
+        """Nothing of the radix cache is read behind this."""
+        self.finished.settle(ABORT_SECONDS)
+
+    def _stored(self, transfer: PageTransfer, blocks: list[int]) -> StoredPrompt:
+        return StoredPrompt(transfer, blocks, self.begun())
+
+    def _agree(self, over: list[bool]) -> list[bool]:
+        if self.attn_tp_size == 1:
+            return over
+        import torch
+        import torch.distributed as dist
+
+        told = torch.tensor(over, dtype=torch.uint8)
+        dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self._ranks)
+        return [bool(each) for each in told.tolist()]
+
     # -- prefill's pages
 
     @property
     def has_room(self) -> bool:
-        """Whether another prompt may be computed before decode has room for it. Those that are computed and wait for
-        decode keep their pages locked, up to a share of all."""
-        self.sending = {transfer for transfer in self.sending if not transfer.over}
-        held = sum(transfer.pages for transfer in self.sending)
+        """Whether another prompt may be computed before decode has room for it. Those that are, and wait for decode
+        then, keep their pages locked, up to a share of all."""
+        held = sum(sender.pages_held for sender in self.sending)
         return held < self.settings.waiting_share * self.pages

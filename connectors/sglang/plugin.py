@@ -35,6 +35,9 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue._init_kv_manager", _with_queue, HookType.AROUND)
         HookRegistry.register(f"{decode}._create_receiver_and_enqueue", _give_receiver, HookType.AFTER)
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.create_sender", _give_sender, HookType.AFTER)
+        HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
+        HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
+        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.BEFORE)
         for way, answer in WEIGHT_UPDATES.items():
             HookRegistry.register(f"{_UPDATER}.{way}", partial(_update_weights, answer), HookType.AROUND)
 
@@ -75,6 +78,34 @@ def _give_receiver(result: Any, queue: Any, request: Any, *args: Any, **kwargs: 
 def _give_sender(result: Any, queue: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     if result and queue.transfer_backend.value == BACKEND and hasattr(request.disagg_kv_sender, "take_request"):
         request.disagg_kv_sender.take_request(request)
+
+
+def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
+    """A decode engine's request gives its pages back, to the radix cache unless it was given up."""
+    from kvferry.connectors.sglang.engine import manager_of
+
+    manager = manager_of(tree)
+    kept = args[0] if args else kwargs.get("is_insert", kwargs.get("checkpoint", True))
+    if manager is None or not kept:
+        return original(request, tree, *args, **kwargs)
+    tokens = request.origin_input_ids + request.output_ids
+    result = original(request, tree, *args, **kwargs)
+    manager.keep_finished(request, tokens, tree)
+    return result
+
+
+def _tidy(queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Called in each turn of a decode engine's loop."""
+    if queue.transfer_backend.value == BACKEND:
+        queue.kv_manager.finished.tidy()
+
+
+def _settle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """The radix cache is about to be emptied."""
+    from kvferry.connectors.sglang.engine import manager_of
+
+    if (manager := manager_of(scheduler.tree_cache)) is not None:
+        manager.settle_finished()
 
 
 def _update_weights(answer: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

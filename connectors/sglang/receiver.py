@@ -26,7 +26,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.require_staging = False
         self.abort_notified = False
         self._dp_rank: int | None = None
-        self._since: float | None = None  # `init`
+        self._born = time.monotonic()
         self._transfer: PageTransfer | None = None
         self._handed = False
         self._state = PollState.BOOTSTRAPPING  # until it is handed in
@@ -41,11 +41,11 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
             self._fail("the request has embeddings in the place of tokens, and nothing names its pages")
         else:
             name = self.kv_mgr.name_of(self.bootstrap_addr, self.bootstrap_room or 0)
-            seed = seed_of(request.extra_key)
+            seed = seed_of(request)
             self._transfer = PageTransfer(name, request.origin_input_ids, self.kv_mgr.kv_args.page_size, seed)
 
     def init(self, prefill_dp_rank: int) -> None:
-        self._dp_rank, self._since = prefill_dp_rank, time.monotonic()
+        self._dp_rank = prefill_dp_rank
 
     def send_metadata(
         self,
@@ -83,15 +83,16 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return state
 
     def _bootstrapped(self) -> PollState:
-        if self._dp_rank is None or self._since is None:
-            return self._state
-        if self._transfer is None:
-            self._fail("it has no request: kvferry's hooks were not applied")
-        self._prefill = self.kv_mgr.peer_of(self.bootstrap_addr, self._dp_rank)
-        if self._prefill and self.kv_mgr.carrier.there:
-            return PollState.WAITING_FOR_INPUT
-        if time.monotonic() - self._since > self.kv_mgr.waiting_timeout:
+        lacks = "prefill's rank"
+        if self._dp_rank is not None:
+            if self._transfer is None:
+                self._fail("it has no request: kvferry's hooks were not applied")
+                return self._state
+            self._prefill = self.kv_mgr.peer_of(self.bootstrap_addr, self._dp_rank)
+            if self._prefill and self.kv_mgr.carrier.there:
+                return PollState.WAITING_FOR_INPUT
             lacks = "a session with the daemon" if self._prefill else "the name of prefill's daemon"
+        if time.monotonic() - self._born > self.kv_mgr.waiting_timeout:
             self._fail(f"{lacks} did not come within {self.kv_mgr.waiting_timeout} s")
         return self._state
 

@@ -41,6 +41,8 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         self._reason = ""
         self._pages = self._row = 0
         self._sent = 0
+        if mgr.system_dp_size > 1 and not req_has_disagg_prefill_dp_rank:
+            mgr.tell_rank(bootstrap_addr, bootstrap_room)
 
     def take_request(self, request: Any) -> None:
         """Called with the request that it is made for."""
@@ -48,7 +50,7 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
             self._fail("the request has embeddings in the place of tokens, and nothing names its pages")
             return
         name = self.kv_mgr.name_of(self._address, self.bootstrap_room)
-        seed = seed_of(request.extra_key)
+        seed = seed_of(request)
         self._transfer = PageTransfer(name, request.origin_input_ids, self.kv_mgr.kv_args.page_size, seed)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -87,7 +89,6 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
             self._order = SentPrompt(transfer)
             self._began = time.monotonic()
             transfer.state = PollState.TRANSFERRING
-            self.kv_mgr.sending.add(transfer)
             self.kv_mgr.carrier.send(self._order)
         self.kv_mgr.carrier.hand_in(self._order, chunk)
 
@@ -106,11 +107,18 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
 
     def _bootstrapped(self) -> PollState:
         if self.kv_mgr.carrier.there and self._transfer is not None and self.kv_mgr.has_room:
+            self.kv_mgr.sending.add(self)
             return PollState.WAITING_FOR_INPUT
         if time.monotonic() - self._born > self.kv_mgr.bootstrap_timeout:
             there = "decode has no room" if self.kv_mgr.carrier.there else "there is no session with the daemon"
             self._fail(f"not begun within {self.kv_mgr.bootstrap_timeout} s: {there}")
         return self._state
+
+    @property
+    def pages_held(self) -> int:
+        if self._transfer is None or self._transfer.over or self._state is PollState.FAILED:
+            return 0
+        return self._transfer.pages
 
     def _fail(self, reason: str) -> None:
         self._reason, self._state = reason, PollState.FAILED
@@ -137,5 +145,4 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         """SGLang needs it no more."""
-        if self._transfer is not None:
-            self.kv_mgr.sending.discard(self._transfer)
+        self.kv_mgr.sending.discard(self)

@@ -42,6 +42,9 @@ class GpuMoment(Protocol):
     def synchronize(self) -> None:
         """Returns when it is done."""
 
+    def query(self) -> bool:
+        """Whether it is done."""
+
 
 @dataclass(slots=True, eq=False)
 class PageTransfer:
@@ -234,7 +237,8 @@ class Transfers:
 
     async def _computed(self, after: Sequence[GpuMoment]) -> None:
         for moment in after:
-            await run_whole(self.copier, moment.synchronize)
+            if not moment.query():
+                await run_whole(self.copier, moment.synchronize)
 
     async def _finish(self, client: DaemonClient, transfer: PageTransfer) -> None:
         try:

@@ -95,9 +95,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._settings = Settings.of(transfer.kv_connector_extra_config).at_rank(*vllm_facts.dp_of(vllm_config))
         except ValueError as error:
             raise Unfit(str(error)) from error
-        spec = vllm_facts.check_config(vllm_config, kv_cache_config)
+        block_tokens = vllm_facts.check_config(vllm_config, kv_cache_config)
         self._daemon_role = _ROLES[transfer.kv_role]
-        self._shape = vllm_facts.shape_of(spec, self._settings)
+        self._shape = vllm_facts.shape_of(block_tokens, self._settings)
         self._engine: str = transfer.engine_id or "engine"
         self._facts = vllm_facts.facts_of(vllm_config, kv_cache_config, self._shape, self._settings)
         self._scheduler: SchedulerSide | None = None
@@ -236,9 +236,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        order = vllm_facts.order_of(self._vllm_config, self._kv_cache_config, kv_caches)
+        orders = vllm_facts.orders_of(self._vllm_config, self._kv_cache_config, kv_caches)
         own_part = vllm_facts.rank_geometry_of(self._vllm_config, self._facts)
-        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, own_part, order)
+        blocks = vllm_facts.block_map(kv_caches, self._kv_cache_config, self._shape, own_part, orders)
         facts = vllm_facts.with_head_runs(self._facts, self._vllm_config, blocks, own_part)
         mover = vllm_facts.mover_of(kv_caches, self._kv_cache_config, blocks)
         name = f"vllm {self._engine}"[:128]

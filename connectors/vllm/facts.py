@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvferry.connectors.movers import HostMover, Mover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import order as vllm_order
-from kvferry.connectors.vllm.caches import Unfit, draft_of, is_latent, spec_of
+from kvferry.connectors.vllm.caches import CacheKind, Unfit, draft_of, is_latent, kinds_in, kinds_of
 from kvferry.connectors.vllm.weights import draft_name, fingerprint, kv_scales, revision_of
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
@@ -32,13 +32,13 @@ NOT_SERVED = {
 }
 
 
-def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """The spec of the one KV cache group. Unfit names what does not fit and what to do."""
+def check_config(vllm_config: Any, kv_cache_config: Any) -> int:
+    """The tokens of a block. Unfit names what does not fit and what to do."""
     parallel = vllm_config.parallel_config
     for name, needed in NOT_SERVED.items():
         if getattr(parallel, name, 1) != 1:
             raise Unfit(f"{name} is {getattr(parallel, name)}; {needed}: set it to 1, and use tensor_parallel_size")
-    spec = spec_of(vllm_config, kv_cache_config)
+    kinds = kinds_of(vllm_config, kv_cache_config)
     draft_of(vllm_config)
     if not vllm_config.cache_config.enable_prefix_caching and vllm_config.model_config.is_multimodal_model:
         raise Unfit(
@@ -57,7 +57,7 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Any:
             f"sleep mode is on, and distributed_executor_backend is {backend!r}: the KV cache could be taken away "
             "under a copy; start vLLM with --distributed-executor-backend uni, or without --enable-sleep-mode"
         )
-    return spec
+    return int(kinds[0].spec.block_size)
 
 
 def dp_of(vllm_config: Any) -> tuple[int, int]:
@@ -67,36 +67,43 @@ def dp_of(vllm_config: Any) -> tuple[int, int]:
     return parallel.data_parallel_index, parallel.data_parallel_size
 
 
-def shape_of(spec: Any, settings: Settings) -> Shape:
+def shape_of(block_tokens: int, settings: Settings) -> Shape:
     try:
-        blocks_per_page = settings.blocks_per_page(spec.block_size)
+        blocks_per_page = settings.blocks_per_page(block_tokens)
     except ValueError as error:
         raise Unfit(str(error)) from error
-    return Shape(spec.block_size, blocks_per_page)
+    return Shape(block_tokens, blocks_per_page)
 
 
 def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Settings) -> NamespaceFacts:
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    layers = kv_cache_config.kv_cache_groups[0].layer_names
-    dtype = str(spec.dtype).removeprefix("torch.")
+    kinds = kinds_in(kv_cache_config)
     return NamespaceFacts(
         model=fingerprint(vllm_config.model_config),
         revision=revision_of(vllm_config, settings),
-        geometry=KVGeometry(
-            layers=len(layers),
-            kv_heads=kv_heads_of(vllm_config, spec),
-            head_dim=spec.head_size,
-            dtype=dtype,
-            page_size=shape.page_size,
-            layout=Layout.ENGINE,
-            tensors=1 if is_latent(spec) else 2,
-        ),
+        geometry=_geometry_of(vllm_config, kinds, shape.page_size),
         digest_algorithm="sha256_cbor",
         root_digest=root_digest(),
-        engine_layout=vllm_order.name_of(vllm_config, spec),
+        engine_layout=vllm_order.name_of(vllm_config, kinds),
         kv_scales=kv_scales(vllm_config),
         speculative=draft_name(vllm_config, settings),
     )
+
+
+def _geometry_of(vllm_config: Any, kinds: Sequence[CacheKind], page_size: int) -> KVGeometry:
+    first, *further = (shape for kind in kinds for shape in kind.shapes(kv_heads_of(vllm_config, kind.spec)))
+    try:
+        return KVGeometry(
+            layers=first.layers,
+            kv_heads=first.kv_heads,
+            head_dim=first.head_dim,
+            dtype=first.dtype,
+            page_size=page_size,
+            layout=Layout.ENGINE,
+            tensors=first.tensors,
+            further=tuple(further),
+        )
+    except ValueError as error:
+        raise Unfit(f"a page cannot have the KV caches of this model: {error}") from error
 
 
 def kv_heads_of(vllm_config: Any, spec: Any) -> int:
@@ -135,20 +142,28 @@ def rank_geometry_of(vllm_config: Any, facts: NamespaceFacts) -> KVGeometry:
 def with_head_runs(facts: NamespaceFacts, vllm_config: Any, blocks: BlockMap, own: KVGeometry) -> NamespaceFacts:
     """The facts with what the places of its blocks say of the engine's pages: whether each head has one run of bytes in
     a layer. On CPUs it has one in a block. own: the rank's geometry."""
-    apart = len(blocks.bases) == own.layers * own.kv_heads
+    pairs = zip(blocks.caches, own.caches, strict=True)
+    apart = all(len(cache.bases) == part.layers * part.kv_heads for cache, part in pairs)
     outermost = vllm_config.device_config.device_type == "cpu" and blocks.blocks_per_page == 1
     return replace(facts, geometry=replace(facts.geometry, head_runs=int(apart or outermost)))
 
 
-def order_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> NDArray[np.int32]:
-    """The token of its block that each byte belongs to, (block bytes,). Unfit where it cannot be found out."""
-    group = kv_cache_config.kv_cache_groups[0]
+def orders_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> list[NDArray[np.int32]]:
+    """The token of its block that each byte belongs to, (block bytes,), of each kind of cache. Unfit where it cannot be
+    found out."""
     try:
-        if vllm_config.device_config.device_type == "cpu":
-            return vllm_order.cpu_order(vllm_config, group.kv_cache_spec)
-        return vllm_order.strided_order(_cache_of(kv_caches, group.layer_names[0]))
+        return [_order_of(vllm_config, kind, kv_caches) for kind in kinds_in(kv_cache_config)]
     except ValueError as error:
         raise Unfit(f"{error}: the connector does not know how this engine's attention keeps its blocks") from error
+
+
+def _order_of(vllm_config: Any, kind: CacheKind, kv_caches: dict[str, Any]) -> NDArray[np.int32]:
+    if kind.is_index_with_scales:
+        each = np.arange(kind.spec.block_size, dtype=np.int32)
+        return np.concatenate([each.repeat(width) for width in kind.widths])
+    if vllm_config.device_config.device_type == "cpu" and not is_latent(kind.spec):
+        return vllm_order.cpu_order(vllm_config, kind.spec)
+    return vllm_order.strided_order(_cache_of(kv_caches, kind.layers[0]))
 
 
 def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) -> Mover:
@@ -189,21 +204,67 @@ def own_blocks(
 
 
 def block_map(
-    kv_caches: dict[str, Any], kv_cache_config: Any, shape: Shape, geometry: KVGeometry, order: NDArray[np.int32]
+    kv_caches: dict[str, Any],
+    kv_cache_config: Any,
+    shape: Shape,
+    geometry: KVGeometry,
+    orders: Sequence[NDArray[np.int32]],
 ) -> BlockMap:
-    """The places of the engine's blocks; `geometry`: of the rank; `order`: the token that each byte of a block belongs
-    to. On GPUs a page is made run by run (of a head, where heads are outermost in a block), and so the same for blocks
-    of any size. Unfit where a block is not one run of bytes, or not of the geometry's size, or layers differ."""
-    names = kv_cache_config.kv_cache_groups[0].layer_names
-    bases, strides = [], []
-    block_bytes = geometry.page_bytes // (len(names) * shape.blocks_per_page)
-    caches = {name: _cache_of(kv_caches, name) for name in names}
-    first = caches[names[0]]
-    blocks = min(map(len, caches.values()))
-    elements = geometry.tensors * geometry.head_dim  # of a token and head
-    runs = 1 if first.device.type == "cpu" else vllm_order.runs_of(order, shape.block_tokens)
-    if not runs:
-        raise Unfit(f"layer {names[0]}: the tokens of a block do not lie one behind the other, of all heads or of each")
+    """The places of the engine's blocks; `geometry`: of the rank; `orders`: of each kind of cache, the token that each
+    byte of a block belongs to. On GPUs a page is made run by run (of a head, where heads are outermost in a block), and
+    so the same for blocks of any size. Unfit where a block is not one run of bytes, or not of the geometry's size, or
+    layers of a kind differ."""
+    kinds = kinds_in(kv_cache_config)
+    parts = iter(geometry.caches)
+    maps: list[BlockMap] = []
+    blocks = min(len(_cache_of(kv_caches, name)) for kind in kinds for name in kind.layers)
+    for kind, order in zip(kinds, orders, strict=True):
+        caches = {name: _cache_of(kv_caches, name) for name in kind.layers}
+        own = [next(parts) for _ in kind.widths]
+        _check_caches(caches, shape, own)
+        maps += _maps_of(kind, caches, shape, own, order, blocks)
+    devices = {str(_cache_of(kv_caches, name).device) for kind in kinds for name in kind.layers}
+    if len(devices) != 1:
+        raise Unfit(f"the KV caches are on {' and '.join(sorted(devices))}; they must all be on one device")
+    return replace(maps[0], further=tuple(maps[1:]))
+
+
+def _maps_of(
+    kind: CacheKind,
+    caches: dict[str, Any],
+    shape: Shape,
+    own: Sequence[KVGeometry],
+    order: NDArray[np.int32],
+    blocks: int,
+) -> list[BlockMap]:
+    """The places of one kind of cache: of each of its widths."""
+    found: list[BlockMap] = []
+    start = 0
+    for part in own:
+        block_bytes = part.page_bytes // (part.layers * shape.blocks_per_page)
+        here = order[start : start + block_bytes]
+        on_cpu = next(iter(caches.values())).device.type == "cpu"
+        runs = 1 if on_cpu else vllm_order.runs_of(here, shape.block_tokens)
+        if not runs:
+            raise Unfit(
+                f"layer {kind.layers[0]}: the tokens of a block do not lie one behind the other, of all heads or of "
+                "each"
+            )
+        size = block_bytes // runs
+        bases = [cache.data_ptr() + start + run * size for cache in caches.values() for run in range(runs)]
+        strides = [cache.stride(0) * cache.element_size() for cache in caches.values() for _ in range(runs)]
+        places = np.array(bases, dtype=np.int64), np.array(strides, dtype=np.int64)
+        found.append(BlockMap(*places, size, blocks, shape.block_tokens, shape.blocks_per_page, here[:size]))
+        start += block_bytes
+    return found
+
+
+def _check_caches(caches: dict[str, Any], shape: Shape, own: Sequence[KVGeometry]) -> None:
+    """own: the rank's geometry of each of the widths of these layers, which are of one kind."""
+    first = next(iter(caches.values()))
+    heads = own[0].kv_heads
+    elements = sum(part.tensors * part.head_dim for part in own)  # of a token and head
+    block_bytes = sum(part.page_bytes for part in own) // (len(caches) * shape.blocks_per_page)
     for name, cache in caches.items():
         if cache.ndim == 4 and cache.shape[2] < shape.block_tokens and shape.block_tokens % cache.shape[2] == 0:
             raise Unfit(
@@ -212,28 +273,16 @@ def block_map(
             )
         if (
             cache.device != first.device
-            or cache.shape[1:] != (geometry.kv_heads, shape.block_tokens, elements)
+            or cache.shape[1:] != (heads, shape.block_tokens, elements)
             or cache.stride()[1:] != first.stride()[1:]
             or not vllm_order.is_one_run(cache)
             or cache[0].nbytes != block_bytes
         ):
             raise Unfit(
                 f"layer {name}: its cache on {cache.device} has shape {tuple(cache.shape)}, strides {cache.stride()}; "
-                f"a block must be {block_bytes} bytes one behind the other: {geometry.kv_heads} heads, "
-                f"{shape.block_tokens} tokens, {elements} elements, in an order and on a device that all "
-                "layers have"
+                f"a block must be {block_bytes} bytes one behind the other: {heads} heads, {shape.block_tokens} "
+                f"tokens, {elements} elements, in an order and on a device that all layers of its kind have"
             )
-        bases += [cache.data_ptr() + run * block_bytes // runs for run in range(runs)]
-        strides += [cache.stride(0) * cache.element_size()] * runs
-    return BlockMap(
-        np.array(bases, dtype=np.int64),
-        np.array(strides, dtype=np.int64),
-        block_bytes // runs,
-        blocks,
-        shape.block_tokens,
-        shape.blocks_per_page,
-        order[: block_bytes // runs],
-    )
 
 
 def _cache_of(kv_caches: dict[str, Any], layer: str) -> Any:

@@ -5,21 +5,28 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.connectors.vllm.caches import is_latent
+from kvferry.connectors.vllm.caches import CacheKind, is_latent
+from kvferry.transfer.geometry.namespace import MAX_TEXT
 
 
-def name_of(vllm_config: Any, spec: Any) -> str:
+def name_of(vllm_config: Any, kinds: Sequence[CacheKind]) -> str:
     """The name of a block's order: engines whose names are equal keep equal bytes of a block in an equal order."""
+    names = [_name_of(vllm_config, kind.spec) for kind in kinds]
+    return " + ".join(dict.fromkeys(names))[:MAX_TEXT]
+
+
+def _name_of(vllm_config: Any, spec: Any) -> str:
     cache = vllm_config.cache_config
     kind = "" if cache.cache_dtype == "auto" else f" {cache.cache_dtype}"  # else the model's, which is named elsewhere
     if vllm_config.device_config.device_type == "cpu":
-        return f"vllm cpu LBHNC {_instructions(vllm_config, spec)}{kind}, blocks of {spec.block_size}"
+        order = "MLA" if is_latent(spec) else f"LBHNC {_instructions(vllm_config, spec)}"
+        return f"vllm cpu {order}{kind}, blocks of {spec.block_size}"
     return f"vllm cuda {'MLA' if is_latent(spec) else _layout(vllm_config)}{kind}"
 
 

@@ -12,38 +12,25 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
+from kvferry.daemon.cli.demo_chat import DemoError, ShownChat, decode_stats, show_chat
 from kvferry.daemon.cli.stack import Stack, StackError
-from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import System, SystemSpec, start_daemons, start_engines
 from kvferry.daemon.config.values import ConfigError, parse_device, parse_size, size
 from kvferry.proto import cache_pb2 as cache
-from kvferry.proto import common_pb2 as common
 
-NO_PROXY = [("grpc.enable_http_proxy", 0)]
 LOAD_SECONDS = 240.0
 COUNT_SECONDS = 3.0  # between two counts of the turns
-REPLY_SECONDS = 120.0
-MAX_SHOWN = 120  # characters of a reply
+POOL, SMALL = "128MiB", "4MiB"  # so small that a chat is evicted soon; synthetic pages are small
 DTYPES = ("float32", "bfloat16", "float16")
-QUESTIONS = (  # of the conversation that is shown
-    "In one sentence: what is a ferry?",
-    "Where would I meet one?",
-    "And what might it carry?",
-)
-
-
-class DemoError(RuntimeError):
-    """The demo did not do what it is to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +52,9 @@ class RunOutcome:
     def matched_share(self) -> float:
         queried = self.decode.requests.queried_tokens
         return self.decode.requests.hit_tokens / queried if queried else 0.0
+
+
+Then = Callable[[Stack, SystemSpec, System, RunOutcome], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--user-words", type=flags.whole, default=60, metavar="N", help="of a turn (default: %(default)s)"
     )
     parser.add_argument("--page-size", type=flags.whole, default=16, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument("--pool-bytes", default="256MiB", metavar="SIZE", help="of each daemon (default: %(default)s)")
-    parser.add_argument("--host-bytes", default="0", metavar="SIZE", help="of each daemon's host tier (default: none)")
+    parser.add_argument(
+        "--pool-bytes", metavar="SIZE", help=f"of each daemon (default: {POOL}, of --synthetic {SMALL})"
+    )
+    parser.add_argument("--host-bytes", metavar="SIZE", help="of the decode daemon's host tier (default: the pool's)")
+    parser.add_argument("--times", action="store_true", help="show times, too: on a CPU they say little")
     parser.add_argument("--prefill-ranks", type=flags.whole, default=1, metavar="N", help="tensor-parallel ranks")
     parser.add_argument(
         "--decode-ranks", type=flags.whole, default=1, metavar="N", help="likewise; SmolLM2 has 3 KV heads"
@@ -106,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     # As Ctrl-C: what was started is ended, and what lies in shared memory removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        args.pool_bytes = args.pool_bytes or (SMALL if args.synthetic else POOL)
+        args.host_bytes = args.host_bytes or args.pool_bytes
         for text in (args.pool_bytes, args.host_bytes):
             parse_size(text)
         _devices(args)
@@ -113,17 +108,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 2
     try:
-        page = _page_flags()
-        outcomes = {reuse: _run_once(args, reuse, page, console) for reuse in ("off", "on")}
+        problems = _run_both(args, console)
     except (StackError, DemoError, grpc.RpcError, OSError, ImportError) as error:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    console.print(_table(args, outcomes))
-    if args.device == "cpu":
-        console.print("Of so few short prompts on a CPU the times say little: the bytes do.")
-    problems = _problems(outcomes)
     for problem in problems:
         console.print(f"[red]{problem}")
     return 1 if problems else 0
@@ -136,9 +126,26 @@ def _page_flags() -> list[str]:
         return ["--ui", "--metrics", f"127.0.0.1:{probe.getsockname()[1]}"]
 
 
-def _run_once(args: argparse.Namespace, reuse: str, page: list[str], console: Console) -> RunOutcome:
+def _run_both(args: argparse.Namespace, console: Console) -> list[str]:
+    """Reuse off, then on, with the table of both and the chat: what did not go as it is to go."""
+    page = _page_flags()
+    problems: list[str] = []
+
+    def show(stack: Stack, spec: SystemSpec, system: System, on: RunOutcome) -> None:
+        console.print(_table(args, off, on))
+        console.print(_sentence(off, on))
+        chat = ShownChat(system, args.page_size, args.max_tokens, console, is_text=not args.synthetic)
+        problems.extend(show_chat(chat, stack, spec, system, console))
+
+    off = _run_once(args, "off", page, console, lambda *_: None)
+    on = _run_once(args, "on", page, console, show)
+    return problems + _problems({"off": off, "on": on})
+
+
+def _run_once(args: argparse.Namespace, reuse: str, page: list[str], console: Console, then: Then) -> RunOutcome:
+    """`then` gets the system while it runs, when the load is over."""
     with tempfile.TemporaryDirectory(prefix=".kvferry-demo-", dir=_shared_memory()) as folder:
-        outcome = _run_in(folder, args, reuse, page, console)
+        outcome = _run_in(folder, args, reuse, page, console, then)
         left = os.listdir(folder)
     if left:
         raise DemoError(f"shared memory was left behind: {', '.join(sorted(left))}")
@@ -147,7 +154,7 @@ def _run_once(args: argparse.Namespace, reuse: str, page: list[str], console: Co
 
 def _spec(folder: str, args: argparse.Namespace, reuse: str, page: list[str]) -> SystemSpec:
     """The system with its daemons' shared memory in `folder`; its model's folder is known later."""
-    both = ["--shm-dir", folder, "--host-bytes", args.host_bytes]
+    both = ["--shm-dir", folder]
     prefill_device, decode_device = _devices(args)
     dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     return SystemSpec(
@@ -157,13 +164,24 @@ def _spec(folder: str, args: argparse.Namespace, reuse: str, page: list[str]) ->
         page_size=args.page_size,
         decode_pool_bytes=parse_size(args.pool_bytes),
         prefill_pool_bytes=parse_size(args.pool_bytes),
-        decode_flags=[*both, *page, "--reuse", reuse, "--ranks", str(args.decode_ranks)],
+        decode_flags=[
+            *both,
+            *page,
+            "--reuse",
+            reuse,
+            "--ranks",
+            str(args.decode_ranks),
+            "--host-bytes",
+            args.host_bytes,
+        ],
         prefill_flags=[*both, "--ranks", str(args.prefill_ranks)],
         worker_flags=["--dtype", dtype, "--synthetic-kv-heads", str(max(args.decode_ranks, args.prefill_ranks))],
     )
 
 
-def _run_in(folder: str, args: argparse.Namespace, reuse: str, page: list[str], console: Console) -> RunOutcome:
+def _run_in(
+    folder: str, args: argparse.Namespace, reuse: str, page: list[str], console: Console, then: Then
+) -> RunOutcome:
     """Runs the load once."""
     spec = _spec(folder, args, reuse, page)
     with Stack() as stack:
@@ -177,18 +195,11 @@ def _run_in(folder: str, args: argparse.Namespace, reuse: str, page: list[str], 
         system = start_engines(stack, spec, daemons)
         took = time.monotonic() - started
         console.print(f"  up in {took:.1f} s at {system.url}; {args.conversations} conversations ...")
-        outcome = _load(args, system, console)
-        decode = _decode_stats(system)
-        if reuse == "on":
-            _show_chat(args, system, console)
-        end = _decode_stats(system)
+        outcome = dataclasses.replace(_load(args, system, console), decode=decode_stats(system))
+        then(stack, spec, system, outcome)
+        end = decode_stats(system)
         statuses = stack.close()
-    return dataclasses.replace(outcome, decode=decode, end=end, statuses=statuses)
-
-
-def _decode_stats(system: System) -> cache.SideStats:
-    with grpc.insecure_channel(system.decodes[0].daemon_address, NO_PROXY) as channel:
-        return next(side for side in fetch(channel).sides if side.role == common.ROLE_DECODE)
+    return dataclasses.replace(outcome, end=end, statuses=statuses)
 
 
 def _model(args: argparse.Namespace, console: Console) -> str:
@@ -224,7 +235,7 @@ def _load(args: argparse.Namespace, system: System, console: Console) -> RunOutc
     words = ["loadgen", "--url", system.url, "--format", "json", "--seed", str(args.seed)]
     words += ["--conversations", str(args.conversations), "--turns", str(args.turns), "--concurrency", "2"]
     words += ["--max-tokens", str(args.max_tokens), "--user-words", str(args.user_words), "--system-words", "40"]
-    before = _decode_stats(system).requests.finished
+    before = decode_stats(system).requests.finished
     with subprocess.Popen([sys.executable, "-m", "kvferry", *words], stdout=subprocess.PIPE, text=True) as load:
         try:
             said = _watched(load, system, console, before, args.conversations * args.turns)
@@ -257,50 +268,23 @@ def _watched(load: subprocess.Popen[str], system: System, console: Console, befo
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
                 raise DemoError(f"the load did not end in {LOAD_SECONDS:.0f} s") from None
-        done = _decode_stats(system).requests.finished - before
+        done = decode_stats(system).requests.finished - before
         if done > shown and not sys.stderr.isatty():
             console.print(f"    {done} of {turns} turns")
             shown = done
-
-
-def _show_chat(args: argparse.Namespace, system: System, console: Console) -> None:
-    """One conversation to look at, with what each of its turns moved."""
-    messages: list[dict[str, str]] = []
-    moved = _decode_stats(system).transfers.delta_pages
-    for question in QUESTIONS:
-        messages.append({"role": "user", "content": question})
-        request = urllib.request.Request(
-            f"{system.url}/v1/chat/completions",
-            json.dumps({"messages": messages, "max_tokens": args.max_tokens, "temperature": 0}).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=REPLY_SECONDS) as answer:
-            reply = json.load(answer)
-        text = reply["choices"][0]["message"]["content"]
-        messages.append({"role": "assistant", "content": text})
-        before, moved = moved, _decode_stats(system).transfers.delta_pages
-        usage = reply["usage"]
-        held = usage["prompt_tokens_details"]["cached_tokens"]
-        told = f"prompt {usage['prompt_tokens']} tokens, {held} held by the decode daemon, {moved - before} pages moved"
-        if args.synthetic:  # its replies are no text
-            console.print(f"  turn {len(messages) // 2}: {told}")
-            continue
-        console.print(f"  [bold]user[/]       {escape(question)}")
-        console.print(f"  [bold]assistant[/]  {escape(_printable(text))}")
-        console.print(f"             [dim]{told}[/]")
-
-
-def _printable(text: str) -> str:
-    """The text on one line; an untrained model's reply is hardly text."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 
 
 def _problems(outcomes: dict[str, RunOutcome]) -> list[str]:
     problems: list[str] = []
     for reuse, outcome in outcomes.items():
         pool = outcome.end.pool
-        if pool.locks or pool.leased or pool.arriving or pool.orphaned or pool.free + pool.cached != pool.pages:
+        if (
+            pool.locks
+            or pool.leased
+            or pool.arriving
+            or pool.orphaned
+            or pool.free + pool.cached + pool.spilling != pool.pages
+        ):
             problems.append(f"reuse {reuse}: pages or locks are still held: {pool}")
         if any(peer.free_credits != peer.slots for peer in outcome.end.peers):
             problems.append(f"reuse {reuse}: slots are still held")
@@ -312,8 +296,7 @@ def _problems(outcomes: dict[str, RunOutcome]) -> list[str]:
     return problems
 
 
-def _table(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> Table:
-    off, on = outcomes["off"], outcomes["on"]
+def _table(args: argparse.Namespace, off: RunOutcome, on: RunOutcome) -> Table:
     table = Table(title=f"{args.conversations} conversations x {args.turns} turns", title_justify="left")
     for column in ("", "reuse off", "reuse on", "off / on"):
         table.add_column(column, justify="left" if not column else "right")
@@ -321,23 +304,28 @@ def _table(args: argparse.Namespace, outcomes: dict[str, RunOutcome]) -> Table:
     table.add_row("bytes moved over NIXL", size(moved[0]), size(moved[1]), _ratio(*moved))
     pages = (off.decode.transfers.delta_pages, on.decode.transfers.delta_pages)
     table.add_row("pages moved", str(pages[0]), str(pages[1]), _ratio(*pages))
-    saved = (off.decode.transfers.saved_bytes, on.decode.transfers.saved_bytes)
-    table.add_row("bytes saved", size(saved[0]), size(saved[1]), "")
     table.add_row("decode-side hit rate", f"{off.matched_share:.1%}", f"{on.matched_share:.1%}", "")
-    from_host = [o.decode.requests.host_hit_tokens / max(1, o.decode.requests.queried_tokens) for o in (off, on)]
-    if on.decode.host.pages:
-        table.add_row("  of it from the host tier", f"{from_host[0]:.1%}", f"{from_host[1]:.1%}", "")
-    table.add_row("TTFT mean", f"{off.ttft_ms:.1f} ms", f"{on.ttft_ms:.1f} ms", _ratio(off.ttft_ms, on.ttft_ms))
-    table.add_row(
-        "TTFT p50", f"{off.ttft_p50_ms:.1f} ms", f"{on.ttft_p50_ms:.1f} ms", _ratio(off.ttft_p50_ms, on.ttft_p50_ms)
-    )
-    for turn, (a, b) in enumerate(zip(off.ttft_by_turn_ms, on.ttft_by_turn_ms, strict=True), 1):
-        table.add_row(f"  turn {turn}", f"{a:.1f} ms", f"{b:.1f} ms", _ratio(a, b))
-    ready = (off.decode.admit_to_ready.p50_ms, on.decode.admit_to_ready.p50_ms)
-    table.add_row("admit to ready p50", f"{ready[0]:.1f} ms", f"{ready[1]:.1f} ms", _ratio(*ready))
-    table.add_row("inter-token latency", f"{off.inter_token_ms:.1f} ms", f"{on.inter_token_ms:.1f} ms", "")
-    table.add_row("requests", str(off.requests), str(on.requests), "")
+    if args.times:
+        _add_times(table, off, on)
     return table
+
+
+def _add_times(table: Table, off: RunOutcome, on: RunOutcome) -> None:
+    rows = [("TTFT mean", off.ttft_ms, on.ttft_ms), ("TTFT p50", off.ttft_p50_ms, on.ttft_p50_ms)]
+    turns = zip(off.ttft_by_turn_ms, on.ttft_by_turn_ms, strict=True)
+    rows += [(f"  turn {turn}", a, b) for turn, (a, b) in enumerate(turns, 1)]
+    rows.append(("admit to ready p50", off.decode.admit_to_ready.p50_ms, on.decode.admit_to_ready.p50_ms))
+    rows.append(("inter-token latency", off.inter_token_ms, on.inter_token_ms))
+    for name, a, b in rows:
+        table.add_row(name, f"{a:.1f} ms", f"{b:.1f} ms", _ratio(a, b))
+
+
+def _sentence(off: RunOutcome, on: RunOutcome) -> str:
+    return (
+        f"Of {on.requests} prompts the decode daemon held {on.matched_share:.0%} and said so: "
+        f"{size(on.decode.transfers.delta_bytes)} crossed the wire in place of "
+        f"{size(off.decode.transfers.delta_bytes)}."
+    )
 
 
 def _ratio(a: float, b: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from kvferry.transfer.geometry.kv_geometry import ITEMSIZES, KVGeometry
+from kvferry.transfer.geometry.kv_geometry import ITEMSIZES, CacheShape, KVGeometry
 
 Fields: TypeAlias = Mapping[str, object]  # of JSON
 
@@ -17,7 +17,8 @@ INNER = ("text_config", "llm_config", "language_config", "thinker_config")  # of
 FULL = frozenset({"full_attention", "attention", "global"})  # kinds of layers that keep every token
 DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "auto": ""}
 STATES = ("ssm_cfg", "mamba_d_state", "mamba_d_ssm", "ssm_state_size")  # of layers that keep a state
-INDEXERS = ("index_head_dim", "index_topk")
+INDEX_QUANTUM, INDEX_SCALE = 128, 4  # bytes of an indexer's key that have one scale, and of that
+PACKED_LATENT = 656  # bytes: engines keep quantized latents beside an indexer with scales of their own
 
 
 class ModelConfigError(ValueError):
@@ -34,11 +35,16 @@ class ModelKV:
     head_dim: int
     tensors: int  # 2: K and V; 1: a latent that is both (MLA)
     dtype: str  # torch's name
+    index_dim: int = 0  # values of a key of a sparse attention's indexer, in each layer; 0: there is none
 
     def geometry(self, page_size: int, dtype: str) -> KVGeometry:
         """The shape of a page; `dtype`: torch's name or vLLM's, empty: the model's. ValueError names the field."""
-        chosen = DTYPES.get(dtype, dtype) or self.dtype
-        return KVGeometry(self.layers, self.kv_heads, self.head_dim, chosen, page_size, tensors=self.tensors)
+        chosen, width = DTYPES.get(dtype, dtype) or self.dtype, self.head_dim
+        if self.index_dim and chosen.startswith("float8"):
+            chosen, width = "uint8", PACKED_LATENT
+        scales = self.index_dim // INDEX_QUANTUM * INDEX_SCALE
+        further = tuple(CacheShape(self.layers, 1, own, "uint8", 1) for own in (self.index_dim, scales) if own)
+        return KVGeometry(self.layers, self.kv_heads, width, chosen, page_size, tensors=self.tensors, further=further)
 
 
 def read_model(path: str) -> ModelKV:
@@ -78,13 +84,8 @@ def model_kv(fields: Fields) -> ModelKV:
     dtype = _dtype(fields, outer)
     name = _name(outer)
     if "kv_lora_rank" in fields and fields["kv_lora_rank"] is not None:
-        if any(fields.get(field) for field in INDEXERS):
-            raise ModelConfigError(
-                f"{INDEXERS[0]} is {fields.get(INDEXERS[0])!r}: the keys of its indexer are a second cache beside the "
-                "latent, which kvferry does not keep"
-            )
         width = _number(fields, "kv_lora_rank") + _number(fields, "qk_rope_head_dim")
-        return ModelKV(name, layers, 1, width, 1, dtype)
+        return ModelKV(name, layers, 1, width, 1, dtype, _index_dim(fields))
     heads = _number(fields, "num_attention_heads", "n_head", "n_heads")
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         kv_heads = 1
@@ -96,6 +97,21 @@ def model_kv(fields: Fields) -> ModelKV:
     if hidden % heads:
         raise ModelConfigError(f"hidden_size is {hidden}; without head_dim it must be a multiple of {heads} heads")
     return ModelKV(name, layers, kv_heads, hidden // heads, 2, dtype)
+
+
+def _index_dim(fields: Fields) -> int:
+    """The values of a key of the model's indexer; 0: it has none. ModelConfigError."""
+    if fields.get("index_topk") is None and fields.get("index_head_dim") is None:
+        return 0
+    if (pooled := fields.get("index_kpool")) not in (None, 1):
+        raise ModelConfigError(
+            f"index_kpool is {str(pooled)[:64]}: its indexer has one key for several tokens, and kvferry keeps caches "
+            "that have each token"
+        )
+    width = _number(fields, "index_head_dim")
+    if width % INDEX_QUANTUM:
+        raise ModelConfigError(f"index_head_dim is {width}; it must be a multiple of {INDEX_QUANTUM}")
+    return width
 
 
 def _number(fields: Fields, *names: str, default: int = 0) -> int:

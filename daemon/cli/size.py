@@ -159,8 +159,9 @@ def _show(
     words: dict[str, list[str]],
 ) -> None:
     kind = "a latent" if model.tensors == 1 else f"2 x {model.kv_heads} KV heads"
+    indexer = f", an indexer's keys x {model.index_dim}" if model.index_dim else ""
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    console.print(f"{model.name}: {model.layers} layers, {kind} x {model.head_dim}, {geometry.dtype}")
+    console.print(f"{model.name}: {model.layers} layers, {kind} x {model.head_dim}, {geometry.dtype}{indexer}")
     console.print(
         f"a token {geometry.token_bytes:,} bytes, a page of {geometry.page_size} tokens {size(geometry.page_bytes)}, "
         f"a chat of {chats.tokens:,} tokens {size(-(-chats.tokens // geometry.page_size) * geometry.page_bytes)}"

@@ -122,8 +122,25 @@ def _daemon(stack: Stack, role: str, index: int, spec: SystemSpec, words: Sequen
     return stack.start(name, ["serve", "--role", role, *common, *words]), name, socket
 
 
-def _worker(stack: Stack, role: str, name: str, socket: str, spec: SystemSpec, words: Sequence[str]) -> Process:
-    common = ["--socket", socket, "--listen", "127.0.0.1:0", *_source(spec), *spec.worker_flags]
+def restart_decode_worker(stack: Stack, spec: SystemSpec, replica: Replica) -> Process:
+    """Ends a decode worker and starts another one at its address, beside the daemon that stays."""
+    stack.stop(replica.worker)
+    words = [*_computing(spec, spec.decode_device), *spec.decode_worker_flags]
+    worker = _worker(stack, "decode", replica.name, replica.socket, spec, words, replica.worker_address)
+    stack.ready(worker)
+    return worker
+
+
+def _worker(
+    stack: Stack,
+    role: str,
+    name: str,
+    socket: str,
+    spec: SystemSpec,
+    words: Sequence[str],
+    listen: str = "127.0.0.1:0",
+) -> Process:
+    common = ["--socket", socket, "--listen", listen, *_source(spec), *spec.worker_flags]
     return stack.start(f"{name}-worker", ["worker", role, *common, *words])
 
 

@@ -52,7 +52,10 @@ def check_together(config: DaemonConfig) -> None:
             f"--slots is {config.slots} of each of {config.ranks} --ranks; together they must be {MAX_SLOTS} at most"
         )
     if config.host_dir and not config.host_bytes:
-        raise ConfigError(f"--host-dir is {config.host_dir!r}, but --host-bytes is 0: there is no host tier to keep")
+        raise ConfigError(
+            f"--host-dir is {config.host_dir!r}, but --host-bytes is 0: there is no host tier to keep; say how large "
+            "it is, --host-bytes 64GiB for instance"
+        )
     if config.write_through_hits and not config.host_bytes:
         raise ConfigError(
             f"--write-through-hits is {config.write_through_hits}, but --host-bytes is 0: there is no host tier to "

@@ -106,7 +106,7 @@ class PrefillSends:
                     error = precondition(
                         f"{field_name} differs: the decode worker has {shown[0]}, the prefill worker {shown[1]}; "
                         "both must be given the same tokens of the same model, with weights of the same epoch "
-                        "(images in vLLM: and the same --prefix-caching-hash-algo)"
+                        "(of images, with the same names: vLLM hashes them)"
                     )
                     break
             else:

@@ -18,8 +18,8 @@ class PagePlaces(Protocol):
     def of(self, pages: Sequence[int] | Int64s) -> Int64s:
         """The ids by which copies find the pages."""
 
-    def last_bytes(self, pages: Sequence[int]) -> int | None:
-        """Bytes of the last page in each tensor that are given to others; None: all."""
+    def last_bytes(self, pages: Sequence[int], cache: int) -> int | None:
+        """Bytes of the last page in each tensor of a cache that are given to others; None: all."""
 
 
 class PlainPages:
@@ -28,7 +28,7 @@ class PlainPages:
     def of(self, pages: Sequence[int] | Int64s) -> Int64s:
         return np.asarray(pages, np.int64)
 
-    def last_bytes(self, pages: Sequence[int]) -> None:
+    def last_bytes(self, pages: Sequence[int], cache: int) -> None:
         return None
 
 
@@ -38,11 +38,11 @@ PLAIN_PAGES = PlainPages()
 class BlockTable:
     """`per_page` blocks for each page, in order; -1: none, whose bytes are not the daemon's to read or write."""
 
-    def __init__(self, pages: int, per_page: int, token_bytes: int) -> None:
-        """token_bytes: of a token, in each of the engine's places."""
+    def __init__(self, pages: int, per_page: int, token_bytes: Sequence[int]) -> None:
+        """token_bytes: of a token, in each of the engine's places of each cache."""
         self._blocks = np.full((pages, per_page), -1, np.int64)
-        self._ends: dict[int, int] = {}  # pages that a prompt ends in: bytes in each place
-        self._token_bytes = token_bytes
+        self._ends: dict[int, int] = {}  # pages that a prompt ends in: tokens there
+        self._token_bytes = tuple(token_bytes)
 
     def bind(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """The pages are these blocks from now on, an equal number each."""
@@ -58,10 +58,11 @@ class BlockTable:
 
     def cut(self, page: int, tokens: int) -> None:
         """Nothing behind the page's first `tokens` tokens is given to others."""
-        self._ends[page] = tokens * self._token_bytes
+        self._ends[page] = tokens
 
-    def last_bytes(self, pages: Sequence[int]) -> int | None:
-        return self._ends.get(pages[-1])
+    def last_bytes(self, pages: Sequence[int], cache: int) -> int | None:
+        tokens = self._ends.get(pages[-1])
+        return None if tokens is None else tokens * self._token_bytes[cache]
 
 
 def page_ids_of(registration: Registration, page_size: int) -> int:
@@ -76,5 +77,6 @@ def table_of(registration: Registration, geometry: KVGeometry) -> BlockTable | N
     """The table of a pool over this memory, where it is of blocks."""
     if not (tokens := registration.block_tokens):
         return None
-    token_bytes = registration.ranks[0].tensors[0].page_bytes // tokens
+    rank = registration.ranks[0]
+    token_bytes = [rank.of_cache(cache)[0].page_bytes // tokens for cache in range(len(geometry.caches))]
     return BlockTable(page_ids_of(registration, geometry.page_size), geometry.page_size // tokens, token_bytes)

@@ -52,19 +52,19 @@ class GpuPartCopies:
         self,
         slot_of: Callable[[int], GpuSlot],
         ranks: list[RankMemory],
-        lanes: list[tuple[int, RowMap]],
+        lanes: list[tuple[int, RowMap, int]],
         ends: CopyEnds,
         places: PagePlaces = PLAIN_PAGES,
     ) -> None:
-        """slot_of: of the session's direction. lanes: own rank and rows of each. OSError: what they need on a device
-        cannot be had."""
+        """slot_of: of the session's direction. lanes: own rank, rows and cache of each. OSError: what they need on a
+        device cannot be had."""
         self._places = places
         self._slot_of = slot_of
         self._gathers_at_once = GATHERS * len(ranks)
         self._ends = ends
         self._sums = False
         try:
-            self._lanes = [(ranks[rank].parts, ranks[rank].pages(rows)) for rank, rows in lanes]
+            self._lanes = [(ranks[rank].parts, ranks[rank].pages(rows), cache) for rank, rows, cache in lanes]
         except GpuError as error:
             raise OSError(f"tables of pages: {error}") from error
 
@@ -74,7 +74,7 @@ class GpuPartCopies:
 
     def begin_sums(self) -> None:
         try:
-            for engine in {engine for engine, _ in self._lanes}:
+            for engine in {engine for engine, _, _ in self._lanes}:
                 engine.prepare_sums()
         except GpuError as error:
             raise OSError(f"places of sums: {error}") from error
@@ -82,9 +82,9 @@ class GpuPartCopies:
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         slot = self._slot_of(gather.send_slot)
-        engine, rows = self._lanes[gather.lane]
+        engine, rows, cache = self._lanes[gather.lane]
         payload, ids = _payload(slot, gather.nbytes), self._places.of(gather.page_ids)
-        last_bytes = self._places.last_bytes(gather.page_ids)
+        last_bytes = self._places.last_bytes(gather.page_ids, cache)
         if self._sums:  # the GPU adds the sum to the header: nobody here has to wait for it first
             copy, header = engine.gather_part_summed, gather.header.with_sum(0).pack()
         else:
@@ -94,7 +94,7 @@ class GpuPartCopies:
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         slot = self._slot_of(scatter.slot)
-        engine, rows = self._lanes[scatter.lane]
+        engine, rows, _ = self._lanes[scatter.lane]
         payload, ids = _payload(slot, scatter.nbytes), self._places.of(scatter.page_ids)
         part = rows, ids, scatter.byte_offset, scatter.nbytes, payload
         if not self._sums:
@@ -185,7 +185,7 @@ class GpuPoolMemory:
         ranks: list[RankMemory] = []
         for ordinal in devices:
             try:
-                ranks.append(OwnRank(shape.storage, ordinal))
+                ranks.append(OwnRank(shape.storages, shape.rank_bytes, ordinal))
             except (GpuUnavailable, GpuError) as error:
                 raise OSError(f"cuda:{ordinal}: {error}") from error
         return GpuPoolMemory(shape, ranks)
@@ -202,7 +202,7 @@ class GpuPoolMemory:
                     ranks.append(MappedRank(i, registration, own, device))
                 except (GpuUnavailable, GpuError) as error:
                     raise OSError(f"cuda:{device}: {error}") from error
-            places = tuple(rank.storage for rank in ranks)
+            places = tuple(rank.storages for rank in ranks)
             shape = PoolShape(geometry, len(ranks), registration.order, registration.pages, places)
             return GpuPoolMemory(shape, list(ranks), table_of(registration, geometry))
         except BaseException:
@@ -230,12 +230,12 @@ class GpuPoolMemory:
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.sending_rows(lanes)
-        own = [(lane.sender, each) for lane, each in zip(lanes, rows, strict=True)]
+        own = [(lane.sender, each, lane.cache) for lane, each in zip(lanes, rows, strict=True)]
         return GpuPartCopies(link.gpu_slots.send_slot, self._ranks, own, self._ends, self._places)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> GpuPartCopies:
         rows = self.shape.receiving_rows(lanes)
-        own = [(lane.receiver, each) for lane, each in zip(lanes, rows, strict=True)]
+        own = [(lane.receiver, each, lane.cache) for lane, each in zip(lanes, rows, strict=True)]
         return GpuPartCopies(link.gpu_slots.receive_slot, self._ranks, own, self._ends, self._places)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
@@ -243,18 +243,20 @@ class GpuPoolMemory:
             self.block_table.cut(page, tokens)
             asyncio.get_running_loop().call_soon(done, "")
             return
-        ended = _when_all(len(self._ranks), done)
-        for rank in self._ranks:
+        clearings = [(rank, clear) for rank in self._ranks for clear in rank.zero_tail(page, tokens)]
+        ended = _when_all(len(clearings), done)
+        for rank, clear in clearings:
             try:
-                self._ends.issue(partial(rank.zero_tail, page, tokens), ended)
+                self._ends.issue(clear, ended)
             except (GpuError, ValueError) as error:
                 raise OSError(f"cuda:{rank.ordinal}: {error}") from error
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
-        """A kernel on the device of each rank."""
-        ended = _when_all(len(self._ranks), done)
-        for rank in self._ranks:
-            issue(self._ends, partial(rank.zero_pages, pages), ended)
+        """A kernel for each cache, on the device of each rank."""
+        clearings = [clear for rank in self._ranks for clear in rank.zero_pages(pages)]
+        ended = _when_all(len(clearings), done)
+        for clear in clearings:
+            issue(self._ends, clear, ended)
 
     def pinner(self) -> RowsPinner:
         return RowsPinner(self._ranks[0].spills.engine)
@@ -270,8 +272,8 @@ class GpuPoolMemory:
         for shard in self.shape.row_shards:
             rank = self._ranks[shard.ranks[0]]
             to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
-            ids = self._places.of(pages)
-            issues.append(partial(rank.spills.to_host, rank.whole, ids, self._tier_rows, rows, **to))
+            ids, whole = self._places.of(pages), rank.whole[shard.cache]
+            issues.append(partial(rank.spills.to_host, whole, ids, self._tier_rows, rows, **to))
         run_all(issues)
 
     def restore(self, pages: Int64s, rows: Int64s) -> None:
@@ -280,8 +282,8 @@ class GpuPoolMemory:
             source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                ids = self._places.of(pages)
-                issues.append(partial(rank.restores.from_host, rank.whole, ids, self._tier_rows, rows, **source))
+                ids, whole = self._places.of(pages), rank.whole[shard.cache]
+                issues.append(partial(rank.restores.from_host, whole, ids, self._tier_rows, rows, **source))
         run_all(issues)
 
     def copy_statistics(self) -> CopyStatistics:

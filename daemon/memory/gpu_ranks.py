@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from kvferry._core import GpuCopy, GpuCopyEngine, GpuError, GpuMapping, GpuPages, gpu_device_ordinal
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
-from kvferry.transfer.geometry.layouts import BlockStorage, Int64s, RankStorage, RowMap
+from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap, Storages
 from kvferry.transfer.geometry.registration import GpuAllocation, Registration
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
 
@@ -29,19 +30,20 @@ def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
 class RankMemory:
     """One rank's memory, and the engines that copy there."""
 
-    def __init__(
-        self, storage: RankStorage | BlockStorage, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int
-    ) -> None:
-        """`storage` begins at address `base`."""
+    def __init__(self, storages: Storages, ordinal: int, engines: tuple[GpuCopies, GpuCopies], base: int) -> None:
+        """`storages` begin at address `base`."""
         self.ordinal = ordinal
         self.spills, self.restores = engines
         self._base = base
-        self._planes: tuple[GpuPages, int] | None = None  # of all heads, and bytes of a token there; none of blocks
+        # Of each cache all heads, and bytes of a token there; none of blocks.
+        self._planes: list[tuple[GpuPages, int]] = []
         self._tables: dict[tuple[bytes | int, ...], GpuPages] = {}
         self._making = threading.Lock()
-        self.whole = self.pages(storage.rows())
-        if isinstance(storage, RankStorage):
-            self._planes = self.pages(storage.planes()), storage.geometry.fragment_token_bytes
+        self.whole = [self.pages(storage.rows()) for storage in storages]
+        """The rows of each cache."""
+        for storage in storages:
+            if isinstance(storage, RankStorage):
+                self._planes.append((self.pages(storage.planes()), storage.geometry.fragment_token_bytes))
 
     @property
     def parts(self) -> GpuCopyEngine:
@@ -51,8 +53,8 @@ class RankMemory:
     def pages(self, rows: RowMap) -> GpuPages:
         """These rows of the memory, for all of its device's engines. Their table on the device is made once, which may
         wait for the device, and kept as long as this: to free it would wait, too. There are few, one for each range of
-        this rank's heads that is a rank's of some peer, whose ranks are 64 at most and share the heads evenly. From any
-        thread. GpuError."""
+        this rank's heads of a cache that is a rank's of some peer, whose ranks are 64 at most and share the heads
+        evenly. From any thread. GpuError."""
         bases = np.ascontiguousarray(rows.offsets + self._base)
         strides = np.ascontiguousarray(rows.strides)
         shape = rows.fragment_bytes, rows.pages, rows.pieces, rows.piece_stride, rows.in_blocks
@@ -62,17 +64,17 @@ class RankMemory:
                 table = self._tables[key] = self.parts.pages(bases, strides, *shape)
             return table
 
-    def zero_tail(self, page: int, tokens: int) -> GpuCopy:
-        """Clears the page's tail before any gather that is issued later."""
-        planes, token_bytes = self._whole_planes()
-        return self.parts.zero_page_from(planes, page, tokens * token_bytes, 0, self.parts.gather_stream)
+    def zero_tail(self, page: int, tokens: int) -> list[Callable[[], GpuCopy]]:
+        """What clears the page's tail, cache by cache, before any gather that is issued later."""
+        clear, stream = self.parts.zero_page_from, self.parts.gather_stream
+        return [partial(clear, planes, page, tokens * size, 0, stream) for planes, size in self._all_planes()]
 
-    def zero_pages(self, pages: Int64s) -> GpuCopy:
-        """Clears whole pages."""
-        return self.parts.zero_pages(self._whole_planes()[0], pages)
+    def zero_pages(self, pages: Int64s) -> list[Callable[[], GpuCopy]]:
+        """What clears whole pages, cache by cache."""
+        return [partial(self.parts.zero_pages, planes, pages) for planes, _ in self._all_planes()]
 
-    def _whole_planes(self) -> tuple[GpuPages, int]:
-        assert self._planes is not None, "an engine's blocks were to be cleared"
+    def _all_planes(self) -> list[tuple[GpuPages, int]]:
+        assert self._planes, "an engine's blocks were to be cleared"
         return self._planes
 
     def rank_pools(self) -> list[wire.RankPool]:
@@ -87,13 +89,13 @@ class OwnRank(RankMemory):
     """An allocation of the daemon. Once workers were told of it, it stays until this process ends: they may have it
     mapped, and to free it under them is undefined by CUDA."""
 
-    def __init__(self, storage: RankStorage, ordinal: int) -> None:
+    def __init__(self, storages: Storages, nbytes: int, ordinal: int) -> None:
         """GpuUnavailable, GpuError."""
         engines = copiers(ordinal)
-        self.memory = engines[0].engine.allocate(storage.nbytes)
-        engines[0].engine.check_range(self.memory.address, storage.nbytes)
-        self._nbytes = storage.nbytes
-        super().__init__(storage, ordinal, engines, self.memory.address)
+        self.memory = engines[0].engine.allocate(nbytes)
+        engines[0].engine.check_range(self.memory.address, nbytes)
+        self._nbytes = nbytes
+        super().__init__(storages, ordinal, engines, self.memory.address)
 
     def rank_pools(self) -> list[wire.RankPool]:
         self.memory.leave()
@@ -131,8 +133,8 @@ class MappedRank(RankMemory):
                     engines[0].engine.check_range(start, tensor.extent(registration.pages))
                 except (GpuError, ValueError) as error:
                     raise ValueError(f"{field}.tensors[{i}]: {error}") from error
-            self.storage = registration.storage(number, own, addresses)
-            super().__init__(self.storage, device, engines, 0)
+            self.storages = registration.storages(number, own, addresses)
+            super().__init__(self.storages, device, engines, 0)
         except BaseException:
             self._unmap()
             raise

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.host_slots import HostSlots
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
-from kvferry.transfer.geometry.layouts import BlockStorage, Int64s, RankStorage, RowMap
+from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap, Storages
 from kvferry.transfer.geometry.pool_shape import PoolShape, RowShard
 from kvferry.transfer.geometry.rank_lanes import Lane, rank_geometry
 from kvferry.transfer.geometry.registration import Registration, SharedFile
@@ -40,12 +41,17 @@ def host_pages(pool: memoryview, rows: RowMap) -> _core.HostPages:
     return _core.HostPages(pool, rows.offsets, rows.strides, *bounds)
 
 
+class LanePages(NamedTuple):
+    """A lane's rows in this side's memory."""
+
+    rows: _core.HostPages
+    cache: int
+
+
 class SharedPartCopies:
     """The copies of one session."""
 
-    def __init__(
-        self, slots: HostSlots, lanes: list[_core.HostPages], threads: CopyThreads, places: PagePlaces
-    ) -> None:
+    def __init__(self, slots: HostSlots, lanes: list[LanePages], threads: CopyThreads, places: PagePlaces) -> None:
         self._places = places
         self._slots = slots
         self._lanes = lanes
@@ -60,11 +66,11 @@ class SharedPartCopies:
         self._sums = True
 
     def gather(self, gather: Gather, done: CopyEnd) -> None:
-        slot, rows = self._slots.send_slot(gather.send_slot), self._lanes[gather.lane]
+        slot, (rows, cache) = self._slots.send_slot(gather.send_slot), self._lanes[gather.lane]
 
         def copy() -> None:
             ids, header = self._places.of(gather.page_ids), gather.header
-            last_bytes = self._places.last_bytes(gather.page_ids)
+            last_bytes = self._places.last_bytes(gather.page_ids, cache)
             part = ids, gather.byte_offset, gather.nbytes, slot, HEADER_BYTES, 1, last_bytes
             if self._sums:
                 header = header.with_sum(rows.gather_part_summed(*part))
@@ -75,7 +81,7 @@ class SharedPartCopies:
         self._run(copy, gather.nbytes, done)
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
-        slot, rows = self._slots.receive_slot(scatter.slot), self._lanes[scatter.lane]
+        slot, rows = self._slots.receive_slot(scatter.slot), self._lanes[scatter.lane].rows
         payload_sum: int | None = None
 
         def copy() -> None:
@@ -92,8 +98,8 @@ class SharedPartCopies:
         return bytes(self._slots.receive_slot(receive_slot)[:HEADER_BYTES])
 
     def close(self) -> None:
-        for rows in self._lanes:
-            rows.close()
+        for lane in self._lanes:
+            lane.rows.close()
 
     def _run(self, copy: Callable[[], None], nbytes: int, done: CopyEnd) -> None:
         if nbytes <= INLINE_BYTES:
@@ -115,9 +121,11 @@ class SharedPoolMemory:
         self._places: PagePlaces = table or PLAIN_PAGES
         self._segments = segments
         self._memory = [np.frombuffer(segment.buffer, np.uint8) for segment in segments]
-        storages = [(segment.buffer, shape.storage_of(rank)) for rank, segment in enumerate(segments)]
-        self._planes = [  # none of blocks, of which nothing is cleared
-            host_pages(buffer, storage.planes()) for buffer, storage in storages if isinstance(storage, RankStorage)
+        self._planes = [  # and bytes of a token there; none of blocks, of which nothing is cleared
+            (host_pages(segment.buffer, storage.planes()), storage.geometry.fragment_token_bytes)
+            for rank, segment in enumerate(segments)
+            for storage in shape.storages_of(rank)
+            if isinstance(storage, RankStorage)
         ]
         self._tier_rows: NDArray[np.uint8] | None = None
         self._threads = CopyThreads(threads)
@@ -132,7 +140,7 @@ class SharedPoolMemory:
         try:
             for rank in range(shape.ranks):
                 name = f"{stem}-{rank}" if shape.ranks > 1 else stem
-                segments.append(Segment.create(directory, name, shape.storage.nbytes))
+                segments.append(Segment.create(directory, name, shape.rank_bytes))
             return SharedPoolMemory(shape, segments, threads)
         except BaseException:
             for segment in segments:
@@ -146,7 +154,7 @@ class SharedPoolMemory:
         must be: they name the field.
         """
         segments: list[Segment] = []
-        places: list[RankStorage | BlockStorage] = []
+        places: list[Storages] = []
         own = rank_geometry(geometry, len(registration.ranks))
         try:
             for i, rank in enumerate(registration.ranks):
@@ -157,7 +165,7 @@ class SharedPoolMemory:
                 except (OSError, ValueError) as error:
                     kind = OSError if isinstance(error, OSError) else ValueError
                     raise kind(f"pool.ranks[{i}].memories[0].file.name {memory.source.name!r}: {error}") from error
-                places.append(registration.storage(i, own, [0]))
+                places.append(registration.storages(i, own, [0]))
             shape = PoolShape(geometry, len(segments), registration.order, registration.pages, tuple(places))
             return SharedPoolMemory(shape, segments, threads, table_of(registration, geometry))
         except BaseException:
@@ -187,19 +195,19 @@ class SharedPoolMemory:
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.sending_rows(lanes), strict=True)
-        ranks = [host_pages(self._segments[lane.sender].buffer, each) for lane, each in rows]
+        ranks = [LanePages(host_pages(self._segments[lane.sender].buffer, each), lane.cache) for lane, each in rows]
         return SharedPartCopies(link.host_slots, ranks, self._threads, self._places)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SharedPartCopies:
         rows = zip(lanes, self.shape.receiving_rows(lanes), strict=True)
-        ranks = [host_pages(self._segments[lane.receiver].buffer, each) for lane, each in rows]
+        ranks = [LanePages(host_pages(self._segments[lane.receiver].buffer, each), lane.cache) for lane, each in rows]
         return SharedPartCopies(link.host_slots, ranks, self._threads, self._places)
 
     def zero_tail(self, page: int, tokens: int, done: CopyEnd) -> None:
         if self.block_table is not None:
             self.block_table.cut(page, tokens)
-        for planes in self._planes:
-            planes.zero_page_from(page, tokens * self.shape.rank_geometry.fragment_token_bytes)
+        for planes, token_bytes in self._planes:
+            planes.zero_page_from(page, tokens * token_bytes)
         asyncio.get_running_loop().call_soon(done, "")
 
     def zero_pages(self, pages: Int64s, done: CopyEnd) -> None:
@@ -210,7 +218,7 @@ class SharedPoolMemory:
         together.add_done_callback(lambda ended: done("; ".join(filter(None, ended.result()))))
 
     def _zero(self, pages: Int64s) -> None:
-        for planes in self._planes:
+        for planes, _ in self._planes:
             for page in pages.tolist():
                 self._threads.step()
                 planes.zero_page_from(page, 0)
@@ -227,7 +235,7 @@ class SharedPoolMemory:
     def spill(self, pages: Int64s, rows: Int64s) -> None:
         for shard in self.shape.row_shards:
             tier, sizes = self._tier_runs(shard, shard.ranks[0], rows)
-            pool, there = self._pool_runs(shard.ranks[0], pages)
+            pool, there = self._pool_runs(shard, shard.ranks[0], pages)
             assert there.all(), "a block that is not there was to be spilled"
             _core.copy_list(tier, pool, sizes, self._threads.count)
             self._count(sizes)
@@ -236,7 +244,7 @@ class SharedPoolMemory:
         for shard in self.shape.row_shards:
             for rank in shard.ranks:
                 tier, sizes = self._tier_runs(shard, rank, rows)
-                pool, there = self._pool_runs(rank, pages)
+                pool, there = self._pool_runs(shard, rank, pages)
                 _core.copy_list(pool[there], tier[there], sizes[there], self._threads.count)
                 self._count(sizes[there])
 
@@ -254,7 +262,7 @@ class SharedPoolMemory:
     def close(self) -> None:
         self._threads.close()
         self._memory.clear()
-        for planes in self._planes:
+        for planes, _ in self._planes:
             planes.close()
         self._planes.clear()
         for segment in self._segments:
@@ -269,16 +277,16 @@ class SharedPoolMemory:
         count = len(self._tier_rows) // self.shape.row_bytes
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
             raise ValueError(f"rows are {int(rows.min())} to {int(rows.max())}; they must be 0 to {count - 1}")
-        whole = self.shape.whole_rows[rank]
+        whole = self.shape.whole_rows[rank][shard.cache]
         size = whole.fragment_bytes
         fragments = np.arange(whole.fragments, dtype=np.int64) * size
         starts = self._tier_rows.ctypes.data + rows * self.shape.row_bytes + shard.start
         at = (starts[:, None] + fragments).ravel()
         return at, np.full(len(at), size, np.int64)
 
-    def _pool_runs(self, rank: int, pages: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
-        """Addresses of the pages' fragments, and which of them there are."""
-        ids, rows = self._places.of(pages), self.shape.whole_rows[rank]
+    def _pool_runs(self, shard: RowShard, rank: int, pages: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+        """Addresses of the fragments that the rank has of the shard's pages, and which of them there are."""
+        ids, rows = self._places.of(pages), self.shape.whole_rows[rank][shard.cache]
         there = np.ones((len(pages), rows.fragments), np.bool_)
         if rows.in_blocks:
             there = np.tile((ids >= 0).reshape(-1, rows.pieces), (1, len(rows.offsets)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ E2E = Path(__file__).parent.parent.parent / "bench" / "e2e"
 sys.path.insert(0, str(E2E))
 fit_published = pytest.importorskip("fit_published", reason="bench/e2e is not here")
 import rig  # noqa: E402
+from claims import Chats  # noqa: E402
 from simulation import simulate  # noqa: E402
 
 from kvferry.client.client import DaemonClient  # noqa: E402
@@ -105,6 +107,27 @@ def test_a_run_that_hides_harm_is_not_used(wrong: list[str], tried_again: int, p
     rig.judge(whole, [], 0)
     with pytest.raises(rig.RigError, match=message):
         rig.judge(cache_pb2.PoolStats(pages=pages, free=3, cached=2), wrong, tried_again)
+
+
+def test_what_an_endless_prefill_cache_computes() -> None:
+    """Against each prompt, token by token, in full pages of 64."""
+    bench = importlib.import_module("return")
+    chats = Chats(conversations=2, turns=3, system=130, user=50, output=20)
+    # Shared 128. Prompts of 180, 250, 320 tokens; 192 and 256 are held before the second and the third.
+    assert bench.endless(chats) == 128 + 2 * ((180 - 128) + (250 - 192) + (320 - 256))
+
+
+def test_prompt_tokens_that_were_computed_are_those_neither_held_nor_fetched() -> None:
+    sides = []
+    for queried, hit, fetched in ((1000, 100, 300), (500, 0, 64)):
+        side = cache_pb2.SideStats()
+        side.requests.queried_tokens, side.requests.hit_tokens = queried, hit
+        side.way_back.fetched_tokens = fetched
+        sides.append(side)
+    setup = rig.Setup(decode_pages=1, prefill_pages=1, engine=None)
+    report = make_report(RunRecord((), 0, 1.0), None)
+    measured = rig.Run(setup, report, cache_pb2.SideStats(), tuple(sides), ())
+    assert (measured.computed_tokens, measured.fetched_tokens) == (1036, 364)
 
 
 @pytest.mark.nightly

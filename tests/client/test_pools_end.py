@@ -73,14 +73,14 @@ class DaemonsPools(gpu_pools.GpuRankPools):
 
     def __init__(self) -> None:
         self.memories, self.heads = [], []
-        self._tensors = [tensor_on(device) for device in DEVICES]
+        self._tensors = [[tensor_on(device)] for device in DEVICES]
         self._mappings = [cast(Any, SimpleNamespace(close=lambda: None)) for _ in DEVICES]
 
 
 class OwnPools(LayerTensors):
     def __init__(self) -> None:
         geometry = replace(GEOMETRY, kv_heads=len(DEVICES))
-        super().__init__(geometry, StorageOrder.PAGE_MAJOR, PAGES, [[tensor_on(device)] for device in DEVICES])
+        super().__init__(geometry, StorageOrder.PAGE_MAJOR, PAGES, [[[tensor_on(device)]] for device in DEVICES])
 
 
 def model_settles() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry.client.attachment import Attachment
+from kvferry.client.attachment import Attachment, check_further
 from kvferry.client.rank_pools import RankPools
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout, StorageOrder
 from kvferry.transfer.mapping.segment import FileLock, Segment
 from kvferry.workers.models.interface import Prompt
 from kvferry.workers.models.sampling import Sampling
@@ -95,8 +96,8 @@ def test_a_model_over_ranks_says_what_it_says_over_one(
 
 def row_of(pools: RankPools, page: int) -> np.ndarray:
     heads = np.zeros((1, *random_pages(pools.geometry, 1, 0).shape[1:]), np.uint8)
-    for memory, held in zip(pools.memories, pools.heads, strict=True):
-        heads[0, :, :, :, held.first : held.end] = pools.storage.view(memory)[page]
+    for memory, held in zip(pools.memories, pools.heads[0], strict=True):
+        heads[0, :, :, :, held.first : held.end] = pools.storages[0].view(memory)[page]
     return rows(heads, pools.geometry)[0]
 
 
@@ -124,6 +125,13 @@ def test_what_a_worker_cannot_map_is_refused(tmp_path: Path) -> None:
             Attachment(session, welcome, GEOMETRY)
     welcome = worker_pb2.Welcome(pages=1, segment=segment.path, storage=common_pb2.STORAGE_UNSPECIFIED)
     attachment = Attachment(session, welcome, GEOMETRY)  # no refusal held the lock
-    assert attachment.pools.storage.nbytes == GEOMETRY.page_bytes
+    assert attachment.pools.storages[0].rows().end == GEOMETRY.page_bytes
     attachment.close()
     segment.close()
+
+
+def test_a_daemon_that_leaves_further_caches_out_is_older() -> None:
+    both = replace(GEOMETRY, further=(CacheShape(2, 1, 132, "uint8", 1),))
+    check_further(both, both.to_proto())
+    with pytest.raises(ValueError, match=r"geometry\.further has 0 entries; 1 were said: the daemon is older"):
+        check_further(GEOMETRY, both.to_proto())

@@ -122,4 +122,6 @@ def test_nothing_of_its_own_lies_in_the_engines_pool_which_is_discarded_when_it_
     assert all(discarded(layer) for layer in engine.layers)
     for layer in engine.layers:
         layer.zero_()
-    assert not [name for name, held in vars(engine.mover).items() if torch.is_tensor(held) and discarded(held)]
+    held = [each for value in vars(engine.mover).values() for each in (value if isinstance(value, list) else [value])]
+    tensors = [each for each in held if torch.is_tensor(each)]
+    assert tensors and not any(map(discarded, tensors))

@@ -125,7 +125,7 @@ class Storm:
     # -- what others do --------------------------------------------------------------------------------------------
 
     def places(self, pages: Sequence[int]) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = self.address + self.shape.storage.rows().fragments_of(pages)
+        found: NDArray[np.int64] = self.address + self.shape.storages[0].rows().fragments_of(pages)
         return found.reshape(-1)
 
     async def write(self, page: int) -> None:

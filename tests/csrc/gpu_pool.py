@@ -56,7 +56,7 @@ class Pool:
     def of_pages(self, touch: Callable[[str, int, int], None], who: str, pages: Pages) -> None:
         """All bytes of the pages, on all ranks."""
         for rank in self.memory._ranks:
-            rows = self.memory.shape.storage.rows()
+            rows = self.memory.shape.storages[0].rows()
             for begin in rows.fragments_of(pages).ravel().tolist():
                 touch(who, rank._base + begin, rows.fragment_bytes)
 

@@ -86,7 +86,7 @@ class Side(PrefillSide):
 
     def places(self, page: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         address = self.memory._ranks[0]._base
-        return (address + self.shape.storage.rows().fragments_of([page])).reshape(-1)
+        return (address + self.shape.storages[0].rows().fragments_of([page])).reshape(-1)
 
     async def write(self, page: int, row: Bytes) -> None:
         """By a worker, on a stream of its own."""

@@ -25,6 +25,8 @@ OURS = ("prefill", "prefill-worker", "decode", "decode-worker", "front")  # each
 LISTENS = re.compile(r"0\.0\.0\.0:(\d+)")
 START_SECONDS = 120.0
 
+pytestmark = pytest.mark.nightly  # a model on CPUs
+
 
 class Running(NamedTuple):
     url: str

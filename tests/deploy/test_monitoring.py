@@ -23,7 +23,7 @@ from tests.daemon.observe.snapshots import snapshot
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "kvferry.rules.yaml"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvferry.json"
-OPERATIONS = DEPLOY.parent / "docs" / "operations.md"
+DOCS = DEPLOY.parent / "docs"
 PROMETHEUS_OWN = {"up"}  # that Prometheus makes of each scrape
 SCRAPED = {"instance", "job", "le"}  # labels that the scrape or a histogram's buckets add
 
@@ -116,12 +116,13 @@ def test_the_dashboard_can_be_provisioned() -> None:
 def test_six_alerts_each_with_what_to_do() -> None:
     found = rules()
     assert len(found) == 6
-    operations = OPERATIONS.read_text()
+    alerts = (DOCS / "operate" / "alerts.md").read_text()
     for rule in found:
         annotations: dict[str, str] = rule["annotations"]  # type: ignore[assignment]
-        anchor = annotations["runbook_url"].partition("#")[2]
+        page, _, anchor = annotations["runbook_url"].partition("#")
+        assert page == "docs/operate/alerts.md"
         assert anchor == rule["alert"].lower()
-        assert re.search(rf"^#+ {rule['alert']}$", operations, re.MULTILINE), f"docs/operations.md: no {rule['alert']}"
+        assert re.search(rf"^#+ {rule['alert']}$", alerts, re.MULTILINE), f"docs/operate/alerts.md: no {rule['alert']}"
 
 
 SERIES = """
@@ -191,7 +192,7 @@ def test_promtool_takes_the_rules_and_each_fires(tmp_path: Path) -> None:
 
 
 def test_the_documentation_has_every_metric() -> None:
-    text = (OPERATIONS.parent / "metrics.md").read_text()
+    text = (DOCS / "metrics.md").read_text()
     missing = [row for row in table_rows() if row not in text.splitlines()]
     assert not missing, "docs/metrics.md: run python -m kvferry.daemon.observe.metrics_table"
     named = set(re.findall(r"kvferry_[a-z_]+", text))

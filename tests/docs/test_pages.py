@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "bench/results/README.md"]
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
 MADE = ("build", "dist", "wheels", "shared")  # not the repository's: made, or a developer's own
 OURS = tuple(f"{folder}/" for folder in FOLDERS if folder not in MADE)
@@ -134,3 +134,37 @@ def test_the_walks_name_functions() -> None:
     assert sum(PLACE.match(code) is not None for code in found) >= 25
     assert not [code for code in found if METHOD.match(code) and code not in methods()]
     assert len(text.splitlines()) <= 130, "it is read in ten minutes: what is more goes to docs/internals"
+
+
+GENERATED = "docs/protocol.md"
+PAGE_WORDS, FIRST_PAGE_WORDS, TABLE_ROWS, CELL_WORDS = 2500, 1500, 12, 25
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if where(page) not in (GENERATED, "SECURITY.md")], ids=where)
+def test_pages_are_short(page: Path) -> None:
+    words = len(page.read_text().split())
+    assert words <= (FIRST_PAGE_WORDS if where(page) == "README.md" else PAGE_WORDS), f"{where(page)}: {words} words"
+
+
+def test_the_first_pages_table_of_results_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = [line for line in text[text.index("## Results") :].split("\n## ")[0].splitlines() if line.startswith("|")]
+    cells = [cell for row in rows[2:] for cell in row.strip("|").split("|")]
+    assert 0 < len(rows) - 2 <= TABLE_ROWS
+    assert not [cell for cell in cells if len(cell.split()) > CELL_WORDS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=where)
+def test_links_to_others_have_a_form(page: Path) -> None:
+    """Nothing is fetched: a host with a name, a path without spaces or braces, and TLS wherever it is linked to."""
+    text = BLOCK.sub("", page.read_text())
+    linked = [found for found, _ in LINK.findall(text) if ":" in found.split("/")[0]]
+    for target in linked + re.findall(r"<(\w+:[^>\s]+)>", text):
+        form = r"https://[a-z0-9-]+(\.[a-z0-9-]+)+(/[\w.~%@+=&?/#:-]*)?"
+        assert re.fullmatch(form, target), f"{where(page)}: {target}"
+
+
+def test_each_result_has_a_line() -> None:
+    text = (ROOT / "bench" / "results" / "README.md").read_text()
+    names = {path.name for path in (ROOT / "bench" / "results").iterdir()} - {"README.md"}
+    assert not sorted(name for name in names if f"({name})" not in text)

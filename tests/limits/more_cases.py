@@ -38,7 +38,7 @@ from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import INCARNATION_BYTES, MAX_CAPABILITIES, MAX_CAPABILITY_CHARS, MAX_NAME_CHARS
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.transfer.courier.config import CourierConfig
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import MAX_CACHES, KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import MAX_TEXT, NamespaceFacts
 from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.geometry.registration import Registration
@@ -194,6 +194,15 @@ def dtype(characters: int) -> None:
     NamespaceFacts.from_proto(common.NamespaceFacts(geometry=geometry, **FACTS))
 
 
+def caches(count: int, characters: int = 0) -> None:
+    """A page of so many caches behind the first, the last with a dtype of so many characters."""
+    geometry = GEOMETRY.to_proto()
+    for _ in range(count):
+        geometry.further.add(layers=1, kv_heads=1, head_dim=1, dtype="uint8", tensors=1)
+    geometry.further[-1].dtype = geometry.further[-1].dtype.ljust(characters, "x")
+    NamespaceFacts.from_proto(common.NamespaceFacts(geometry=geometry, **FACTS))
+
+
 def described(of_facts: dict[str, Any] | None = None, dtype: str = "float16", **fields: Any) -> None:
     geometry = GEOMETRY.to_proto()
     geometry.dtype = dtype
@@ -303,6 +312,10 @@ MORE: dict[str, Limit] = {
     "root digest": past(lambda n: facts(root_digest=bytes(n)), 32, "facts.root_digest has 33 bytes"),
     "tenant's salt": past(lambda n: facts(tenant_salt_digest=bytes(n)), 32, "facts.tenant_salt_digest has 33 bytes"),
     "dtype": past(dtype, len("float16"), "geometry.dtype is 'float16x'; it must be one of"),
+    "further caches": past(caches, MAX_CACHES - 1, "geometry.further, the number of entries, is 8; it must be 0 to 7"),
+    "dtype of a further cache": past(
+        lambda n: caches(1, n), len("uint8"), "geometry.further[0].dtype is 'uint8x'; it must be one of"
+    ),
     "a server's model": past(lambda n: described(model="x" * n), MAX_TEXT, "model has 513 characters"),
     "a server's daemon": past(lambda n: described(daemon="x" * n), MAX_NAME_CHARS, "daemon has 129 characters"),
     "a server's daemon's address": past(

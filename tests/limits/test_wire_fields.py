@@ -51,6 +51,8 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "RequestName.request_id": Case("REQUEST_ID_BYTES"),
     "Error.message": Case("text of an error"),
     "Geometry.dtype": Case("dtype"),
+    "Geometry.further": Case("further caches"),
+    "CacheShape.dtype": Case("dtype of a further cache"),
     "NamespaceFacts.model": Case("model"),
     "NamespaceFacts.revision": Case("revision"),
     "NamespaceFacts.digest_algorithm": Case("digest algorithm"),

@@ -17,6 +17,9 @@ MOST_BYTES = 250 << 20  # of all that `pip install kvferry` brings
 GLIBC = (2, 34)  # the newest that a wheel may ask for
 
 
+pytestmark = pytest.mark.nightly  # it compiles the extension
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that deploy/wheels/build.sh makes."""

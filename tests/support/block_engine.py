@@ -144,7 +144,7 @@ class BlockEngine:
             own = [self._one_rank() for _ in range(share.ranks)]
             return [each.pools.memories[0] for each in own], own
         if self.device == "cpu":
-            made = (share.geometry, self.block_tokens, self.blocks, count, "/dev/shm", share.ranks)
+            made = (share.geometry, self.block_tokens, self.blocks, [count], "/dev/shm", share.ranks)
             own = make_block_files(*made)
             return list(own.pools.memories), [own]
         import torch
@@ -163,7 +163,7 @@ class BlockEngine:
         """What one rank registers: memory of its own share, in a session of the whole model's."""
         assert self.device == "cpu"
         own = rank_geometry(self.share.geometry, self.share.ranks)
-        made = make_block_files(own, self.block_tokens, self.blocks, self.share.places, "/dev/shm")
+        made = make_block_files(own, self.block_tokens, self.blocks, [self.share.places], "/dev/shm")
         pools = OwnBlocks(self.share.geometry, self.blocks, made.pools.memories)
         return EnginePools(pools, made._registration, made._files)
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GPT2Config,
     MixtralConfig,
     PreTrainedConfig,
@@ -33,6 +35,24 @@ def config_of(family: str) -> PreTrainedConfig:
     }
     if family == "qwen2":
         return Qwen2Config(**common)
+    if family in ("deepseek_v3", "deepseek_v32"):
+        latents = {
+            "kv_lora_rank": 12,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 2,
+        }
+        own = common | latents | {"num_key_value_heads": 4}
+        if family == "deepseek_v3":
+            return DeepseekV3Config(**own)
+        return AutoConfig.for_model(family, **own, index_n_heads=2, index_head_dim=8, index_topk=24)
     assert family == "mixtral"
     return MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
 

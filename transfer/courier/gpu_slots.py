@@ -2,7 +2,7 @@
 
 A courier's slots are plain allocations, shared by CUDA IPC. A mapping outlives the courier, and the memory goes when
 the last process that maps it ends or lets go, the peer's courier included: after the courier's end the peer may still
-write it, and nobody else is given it (docs/nvlink.md).
+write it, and nobody else is given it (docs/internals/nvlink.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The places of pages' bytes in one rank's memory, and the rows that are made of them.
 
-A row is what travels and what the host tier keeps of a page: some heads of it in canonical order, which is (layer, K or
-V, token, head, head dimension), or with the head before the token where the geometry's layout is HND. However a rank
-stores its pages, a row has the same bytes. A row's fragments are its runs that are contiguous in the rank's memory.
+A row is what travels and what the host tier keeps of one cache of a page: some heads of it in canonical order, which
+is (layer, K or V, token, head, head dimension), or with the head before the token where the geometry's layout is HND.
+However a rank stores its pages, a row has the same bytes. A row's fragments are its runs that are contiguous in the
+rank's memory.
 """
 
 from __future__ import annotations
@@ -122,11 +123,11 @@ class RowMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockStorage:
-    """A rank's memory in blocks of an engine's: block b has `block_bytes` bytes at bases[i] + b * strides[i] in each of
-    the engine's places i, and a page is `per_page` blocks. A page's row is, place by place, the bytes of its blocks.
-    Where heads have runs of their own, places are in the order (layer, run, head)."""
+    """A rank's memory of one cache in blocks of an engine's: block b has `block_bytes` bytes at bases[i] + b *
+    strides[i] in each of the engine's places i, and a page is `per_page` blocks. A page's row is, place by place, the
+    bytes of its blocks. Where heads have runs of their own, places are in the order (layer, run, head)."""
 
-    geometry: KVGeometry  # of this rank: its own heads only
+    geometry: KVGeometry  # of one cache of this rank: its own heads only
     bases: Int64s  # (places,)
     strides: Int64s  # (places,)
     block_bytes: int
@@ -147,34 +148,36 @@ class BlockStorage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankStorage:
-    """One rank's memory: a K or V tensor of a layer (one, where both are one) at bases[layer * tensors + tensor], its
-    page p page_strides[...] * p bytes further on, and in it tokens and heads in the geometry's layout."""
+    """One rank's memory of one cache: a K or V tensor of a layer (one, where both are one) at bases[layer * tensors +
+    tensor], its page p page_strides[...] * p bytes further on, and in it tokens and heads in the geometry's layout."""
 
-    geometry: KVGeometry  # of this rank: its own heads only
+    geometry: KVGeometry  # of one cache of this rank: its own heads only
     bases: Int64s  # (layers * tensors,)
     page_strides: Int64s  # (layers * tensors,)
     pages: int
 
+    def __post_init__(self) -> None:
+        assert not self.geometry.further, "each cache has a place of its own"
+
     @staticmethod
-    def make(geometry: KVGeometry, order: StorageOrder, pages: int) -> RankStorage:
-        """A rank's memory without gaps, from byte 0 on. ValueError: no pages."""
+    def make(
+        geometry: KVGeometry, order: StorageOrder, pages: int, start: int = 0, whole: int | None = None
+    ) -> RankStorage:
+        """A cache in a rank's memory, without gaps, from byte `start` on. whole: bytes of a page of all caches, of
+        which page-major memory has one behind the other; None: there is this one alone. ValueError: no pages."""
         if pages < 1:
             raise ValueError(f"pages is {pages}; it must be at least 1")
         tensors = geometry.layers * geometry.tensors
         size = geometry.page_bytes // tensors  # of a tensor's page
         at = np.arange(tensors, dtype=np.int64)
         if order is StorageOrder.PAGE_MAJOR:
-            return RankStorage(geometry, at * size, np.full(tensors, geometry.page_bytes, np.int64), pages)
+            stride = geometry.page_bytes if whole is None else whole
+            return RankStorage(geometry, start + at * size, np.full(tensors, stride, np.int64), pages)
         if order is StorageOrder.LAYER_MAJOR:
-            return RankStorage(geometry, at * (size * pages), np.full(tensors, size, np.int64), pages)
+            return RankStorage(geometry, start + at * (size * pages), np.full(tensors, size, np.int64), pages)
         layer, tensor = np.divmod(at, geometry.tensors)
-        bases = layer * (size * geometry.tensors * pages) + tensor * size
+        bases = start + layer * (size * geometry.tensors * pages) + tensor * size
         return RankStorage(geometry, bases, np.full(tensors, size * geometry.tensors, np.int64), pages)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pages together."""
-        return self.geometry.page_bytes * self.pages
 
     def rows(self, first_head: int = 0, heads: int | None = None) -> RowMap:
         """Rows of heads [first_head, first_head + heads) of this rank's own; by default of all. ValueError names the
@@ -203,9 +206,9 @@ class RankStorage:
     def view(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The rank's memory as (pages, layers, tensors, page size, heads, bytes of a head), whatever order and layout;
         a view. As `view_strides`; ValueError: too short."""
-        geometry = self.geometry
-        if memory.ndim != 1 or not memory.flags.c_contiguous or len(memory) < self.nbytes:
-            raise ValueError(f"memory has shape {memory.shape}; it must be contiguous and of {self.nbytes} bytes")
+        geometry, end = self.geometry, self.rows().end
+        if memory.ndim != 1 or not memory.flags.c_contiguous or len(memory) < end:
+            raise ValueError(f"memory has shape {memory.shape}; it must be contiguous and of {end} bytes")
         shape = (self.pages, geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads)
         head_bytes = geometry.head_dim * geometry.itemsize
         return np.lib.stride_tricks.as_strided(
@@ -225,6 +228,21 @@ class RankStorage:
         if geometry.heads_first:
             token, head = head_bytes, head_bytes * geometry.page_size
         return (int(self.page_strides[0]), layer_stride, tensor_stride, token, head)
+
+
+Storages: TypeAlias = tuple[RankStorage | BlockStorage, ...]
+"""The places of the caches in one rank's memory, in the geometry's order."""
+
+
+def rank_storages(geometry: KVGeometry, order: StorageOrder, pages: int) -> tuple[RankStorage, ...]:
+    """A rank's memory without gaps, from byte 0 on: a page's caches one behind the other in page-major order, else all
+    pages of one behind those of the other. ValueError: no pages."""
+    found: list[RankStorage] = []
+    start = 0
+    for cache in geometry.caches:
+        found.append(RankStorage.make(cache, order, pages, start, geometry.page_bytes))
+        start += cache.page_bytes * (1 if order is StorageOrder.PAGE_MAJOR else pages)
+    return tuple(found)
 
 
 def _count_heads(geometry: KVGeometry, first_head: int, heads: int | None) -> int:

@@ -16,20 +16,20 @@ DIGEST_BYTES = 32
 _REMEDIES = {
     "model": "serve the same model on both sides",
     "revision": "serve the same weights on both sides",
-    "digest_algorithm": "give both engines the same digest algorithm (vLLM: --prefix-caching-hash-algo)",
-    "root_digest": "give the digest chains of both engines the same root (vLLM's NONE_HASH: of the same "
-    "--prefix-caching-hash-algo and PYTHONHASHSEED)",
+    "digest_algorithm": "put engines that name pages by the same chain on both sides (vLLM's and SGLang's differ)",
+    "root_digest": "give the digest chains of both engines the same root",
     "tenant_salt_digest": "give both workers the same --tenant-salt",
     "geometry.page_size": "start both daemons with the same --page-size",
     "geometry.dtype": "start both workers with the same --dtype",
     "geometry.layout": "configure the same page layout on both sides",
     "geometry.head_runs": "install the same connector on both sides",
+    "geometry.further": "serve the same model on both sides, with the same kvferry: an older one knows one cache alone",
     "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
     "digest_tokens": "give both engines the same hash block size",
     "kv_scales": "serve a checkpoint with the same scales of the KV cache on both sides",
     "speculative": "give both engines the same --speculative-config",
 }
-_LATER = ("engine_layout", "digest_tokens", "kv_scales", "speculative")
+_LATER = ("geometry.further", "engine_layout", "digest_tokens", "kv_scales", "speculative")
 _UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
@@ -148,8 +148,14 @@ def _flat(facts: NamespaceFacts) -> list[tuple[str, object]]:
             fields += [(f"geometry.{part.name}", getattr(value, part.name)) for part in dataclasses.fields(value)]
         else:
             fields.append((field.name, value))
-    return [(name, value.name if hasattr(value, "name") else value) for name, value in fields]
+    return [(name, _plain(value)) for name, value in fields]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return value.name if hasattr(value, "name") else value
 
 
 def _shown(value: object) -> str:
-    return (value.hex()[:16] or "none") if isinstance(value, bytes) else str(value)
+    return (value.hex()[:16] if isinstance(value, bytes) else str(value)) or "none"

@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.geometry.layouts import BlockStorage, RankStorage
+from kvferry.transfer.geometry.layouts import BlockStorage, Int64s, RankStorage, Storages
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 MAX_TENSORS = 1 << 14  # of blocks
@@ -59,6 +59,7 @@ class RegisteredTensor:
     offset: int
     page_stride: int
     page_bytes: int
+    cache: int = 0  # of the geometry's caches
 
     def extent(self, pages: int) -> int:
         """Bytes from its first page to the end of its last."""
@@ -70,24 +71,35 @@ class RegisteredRank:
     memories: tuple[RegisteredMemory, ...]
     tensors: tuple[RegisteredTensor, ...]
 
-    def pages(self, geometry: KVGeometry, order: StorageOrder, pages: int, addresses: Sequence[int]) -> RankStorage:
-        """The memory of a rank with this geometry of its own. `addresses`: where each memory begins."""
-        starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
-        strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
-        inside = geometry.layers * geometry.tensors // len(self.tensors)  # K and V tensors of a layer in each
-        size = geometry.page_bytes // (geometry.layers * geometry.tensors)
+    def pages(self, cache: KVGeometry, number: int, pages: int, addresses: Sequence[int]) -> RankStorage:
+        """The place of one of the rank's caches, which has this geometry of its own and this number. `addresses`: where
+        each memory begins."""
+        starts, strides = self._places(number, addresses)
+        inside = cache.layers * cache.tensors // len(starts)  # K and V tensors of a layer in each
+        size = cache.page_bytes // (cache.layers * cache.tensors)
         bases = (starts[:, None] + np.arange(inside, dtype=np.int64) * size).ravel()
-        return RankStorage(geometry, bases, np.repeat(strides, inside), pages)
+        return RankStorage(cache, bases, np.repeat(strides, inside), pages)
 
-    def blocks(self, geometry: KVGeometry, per_page: int, blocks: int, addresses: Sequence[int]) -> BlockStorage:
+    def blocks(
+        self, cache: KVGeometry, number: int, per_page: int, blocks: int, addresses: Sequence[int]
+    ) -> BlockStorage:
         """Likewise where it registered `blocks` blocks, `per_page` of them a page."""
-        starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in self.tensors], np.int64)
-        strides = np.array([tensor.page_stride for tensor in self.tensors], np.int64)
-        return BlockStorage(geometry, starts, strides, self.tensors[0].page_bytes, blocks, per_page)
+        starts, strides = self._places(number, addresses)
+        return BlockStorage(cache, starts, strides, self.of_cache(number)[0].page_bytes, blocks, per_page)
+
+    def of_cache(self, number: int) -> list[RegisteredTensor]:
+        """The tensors of one cache."""
+        return [tensor for tensor in self.tensors if tensor.cache == number]
+
+    def _places(self, number: int, addresses: Sequence[int]) -> tuple[Int64s, Int64s]:
+        """Where the cache's tensors begin, and their strides."""
+        tensors = self.of_cache(number)
+        starts = np.array([addresses[tensor.memory] + tensor.offset for tensor in tensors], np.int64)
+        return starts, np.array([tensor.page_stride for tensor in tensors], np.int64)
 
 
 class TensorShape(NamedTuple):
-    """The tensors that a rank is to register: how many and why, and what a page (or block) has in each."""
+    """The tensors that a rank is to register of a cache: how many and why, and what a page (or block) has in each."""
 
     tensors: int
     counted: str
@@ -105,12 +117,14 @@ class Registration:
     ranks: tuple[RegisteredRank, ...]
     block_tokens: int = 0
 
-    def storage(self, rank: int, geometry: KVGeometry, addresses: Sequence[int]) -> RankStorage | BlockStorage:
-        """The memory of a rank with this geometry of its own. `addresses`: where each of its memories begins."""
-        registered = self.ranks[rank]
+    def storages(self, rank: int, geometry: KVGeometry, addresses: Sequence[int]) -> Storages:
+        """The places of a rank's caches, which has this geometry of its own. `addresses`: where each of its memories
+        begins."""
+        registered, caches = self.ranks[rank], enumerate(geometry.caches)
         if self.block_tokens:
-            return registered.blocks(geometry, geometry.page_size // self.block_tokens, self.pages, addresses)
-        return registered.pages(geometry, self.order, self.pages, addresses)
+            per_page = geometry.page_size // self.block_tokens
+            return tuple(registered.blocks(cache, i, per_page, self.pages, addresses) for i, cache in caches)
+        return tuple(registered.pages(cache, i, self.pages, addresses) for i, cache in caches)
 
     @property
     def on_gpus(self) -> bool:
@@ -127,9 +141,9 @@ class Registration:
         _bound("pool.pages", message.pages, 1, MAX_PAGES)
         if len(message.ranks) != ranks:
             raise ValueError(f"pool.ranks has {len(message.ranks)} entries; this daemon's --ranks is {ranks}")
-        own = rank_geometry(geometry, ranks)
+        caches = rank_geometry(geometry, ranks).caches
         found = tuple(
-            _rank(f"pool.ranks[{i}]", each, _shape(f"pool.ranks[{i}]", each, own, order, message), message.pages)
+            _rank(f"pool.ranks[{i}]", each, _shapes(f"pool.ranks[{i}]", each, caches, order, message), message.pages)
             for i, each in enumerate(message.ranks)
         )
         _check_sources(found)
@@ -154,15 +168,16 @@ class Registration:
                     offset=tensor.offset,
                     page_stride=tensor.page_stride,
                     page_bytes=tensor.page_bytes,
+                    cache=tensor.cache,
                 )
         return message
 
 
-def tensors_of(geometry: KVGeometry, order: StorageOrder) -> tuple[int, int]:
-    """(how many a rank of this geometry registers, bytes of a page in each)."""
-    planes = geometry.layers * geometry.tensors
-    count = {StorageOrder.PAGE_MAJOR: 1, StorageOrder.LAYER_BLOCKS: geometry.layers}.get(order, planes)
-    return count, geometry.page_bytes // count
+def tensors_of(cache: KVGeometry, order: StorageOrder) -> tuple[int, int]:
+    """(how many a rank registers of a cache of this geometry, bytes of a page in each)."""
+    planes = cache.layers * cache.tensors
+    count = {StorageOrder.PAGE_MAJOR: 1, StorageOrder.LAYER_BLOCKS: cache.layers}.get(order, planes)
+    return count, cache.page_bytes // count
 
 
 def _bound(field: str, value: int, low: int, high: int) -> None:
@@ -170,16 +185,26 @@ def _bound(field: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{field} is {value}; it must be {low} to {high}")
 
 
-def _shape(
+def _shapes(
+    field: str, message: wire.EngineRank, caches: Sequence[KVGeometry], order: StorageOrder, pool: wire.EnginePool
+) -> list[TensorShape]:
+    """The tensors that a rank with these caches is to register, of each."""
+    if pool.block_tokens:
+        _check_blocks(field, message, caches[0], order, pool)
+        return [_block_shape(field, number, cache, pool) for number, cache in enumerate(caches)]
+    return [_page_shape(cache, order) for cache in caches]
+
+
+def _page_shape(cache: KVGeometry, order: StorageOrder) -> TensorShape:
+    count, page_bytes = tensors_of(cache, order)
+    planes = f"{cache.layers} layers of {cache.tensors} tensors in storage {order.name}"
+    page = f"a page of {cache.page_size} tokens, {cache.kv_heads} heads of {cache.head_dim} {cache.dtype}"
+    return TensorShape(count, f"{planes} have {count}", page_bytes, f"{page} has {page_bytes} there")
+
+
+def _check_blocks(
     field: str, message: wire.EngineRank, geometry: KVGeometry, order: StorageOrder, pool: wire.EnginePool
-) -> TensorShape:
-    if not pool.block_tokens:
-        count, page_bytes = tensors_of(geometry, order)
-        planes = f"{geometry.layers} layers of {geometry.tensors} tensors in storage {order.name}"
-        page = (
-            f"a page of {geometry.page_size} tokens, {geometry.kv_heads} heads of {geometry.head_dim} {geometry.dtype}"
-        )
-        return TensorShape(count, f"{planes} have {count}", page_bytes, f"{page} has {page_bytes} there")
+) -> None:
     if geometry.layout is not Layout.ENGINE or order is not StorageOrder.PAGE_MAJOR:
         raise ValueError(
             f"pool.block_tokens is {pool.block_tokens}, in layout {geometry.layout.name} and storage {order.name}; "
@@ -197,35 +222,50 @@ def _shape(
         )
     _bound("pool.pages", pool.pages, 1, MAX_BLOCKS)
     _bound(f"{field}.tensors, the number of entries,", len(message.tensors), 1, MAX_TENSORS)
-    count, counted = len(pool.ranks[0].tensors), "those of pool.ranks[0]"
-    if runs := geometry.head_runs:
-        count = geometry.layers * runs * geometry.kv_heads
-        counted = f"{geometry.layers} layers of {geometry.kv_heads} heads with geometry.head_runs {runs}"
-    per_page = geometry.page_size // pool.block_tokens
-    if geometry.page_bytes % (count * per_page * pool.block_tokens):
+
+
+def _block_shape(field: str, number: int, cache: KVGeometry, pool: wire.EnginePool) -> TensorShape:
+    count, counted = _tensors_of(pool.ranks[0], number), "those of pool.ranks[0]"
+    if runs := cache.head_runs:
+        count = cache.layers * runs * cache.kv_heads
+        counted = f"{cache.layers} layers of {cache.kv_heads} heads with geometry.head_runs {runs}"
+    per_page = cache.page_size // pool.block_tokens
+    if not count or cache.page_bytes % (count * per_page * pool.block_tokens):
         raise ValueError(
-            f"{field}.tensors has {count} entries; a page of {geometry.page_bytes} bytes in {per_page} blocks of "
-            f"{pool.block_tokens} tokens cannot have equal parts in so many"
+            f"{_tensors(field, number)} has {count} entries; a page of {cache.page_bytes} bytes in {per_page} blocks "
+            f"of {pool.block_tokens} tokens cannot have equal parts in so many"
         )
-    block_bytes = geometry.page_bytes // (count * per_page)
+    block_bytes = cache.page_bytes // (count * per_page)
     sized = f"a block of {pool.block_tokens} tokens in {count} tensors has {block_bytes} there"
     return TensorShape(count, f"{counted} have {count}", block_bytes, sized)
 
 
-def _rank(field: str, message: wire.EngineRank, shape: TensorShape, pages: int) -> RegisteredRank:
-    count, counted, page_bytes, sized = shape
-    if len(message.tensors) != count:
-        raise ValueError(f"{field}.tensors has {len(message.tensors)} entries; {counted}")
-    if not 1 <= len(message.memories) <= count:
-        raise ValueError(f"{field}.memories has {len(message.memories)} entries; it must have 1 to {count}")
+def _tensors_of(message: wire.EngineRank, number: int) -> int:
+    return sum(tensor.cache == number for tensor in message.tensors)
+
+
+def _tensors(field: str, number: int) -> str:
+    return f"{field}.tensors of cache {number}" if number else f"{field}.tensors"
+
+
+def _rank(field: str, message: wire.EngineRank, shapes: Sequence[TensorShape], pages: int) -> RegisteredRank:
+    for number, shape in enumerate(shapes):
+        if (count := _tensors_of(message, number)) != shape.tensors:
+            raise ValueError(f"{_tensors(field, number)} has {count} entries; {shape.counted}")
+    total = sum(shape.tensors for shape in shapes)
+    if len(message.tensors) != total:
+        other = next(tensor.cache for tensor in message.tensors if tensor.cache >= len(shapes))
+        raise ValueError(f"{field}.tensors[].cache is {other}; it must be 0 to {len(shapes) - 1}")
+    if not 1 <= len(message.memories) <= total:
+        raise ValueError(f"{field}.memories has {len(message.memories)} entries; it must have 1 to {total}")
     memories = tuple(_memory(f"{field}.memories[{i}]", each) for i, each in enumerate(message.memories))
-    tensors = tuple(RegisteredTensor(t.memory, t.offset, t.page_stride, t.page_bytes) for t in message.tensors)
+    tensors = tuple(RegisteredTensor(t.memory, t.offset, t.page_stride, t.page_bytes, t.cache) for t in message.tensors)
     for i, tensor in enumerate(tensors):
-        name = f"{field}.tensors[{i}]"
+        name, shape = f"{field}.tensors[{i}]", shapes[tensor.cache]
         _bound(f"{name}.memory", tensor.memory, 0, len(memories) - 1)
-        if tensor.page_bytes != page_bytes:
-            raise ValueError(f"{name}.page_bytes is {tensor.page_bytes}; {sized}")
-        _bound(f"{name}.page_stride", tensor.page_stride, page_bytes, MAX_BYTES)
+        if tensor.page_bytes != shape.page_bytes:
+            raise ValueError(f"{name}.page_bytes is {tensor.page_bytes}; {shape.sized}")
+        _bound(f"{name}.page_stride", tensor.page_stride, shape.page_bytes, MAX_BYTES)
         nbytes = memories[tensor.memory].nbytes
         if tensor.offset + tensor.extent(pages) > nbytes:
             raise ValueError(

@@ -288,6 +288,9 @@ def layout_fingerprint(geometry: KVGeometry, shards: int = 1) -> bytes:
     sha = hashlib.sha256(b"kvferry-host-layout-1")
     for field in (each for each in dataclasses.fields(geometry) if each.compare):
         value = getattr(geometry, field.name)
+        if value == ():  # of one cache: as files of before there were others
+            continue
+        value = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         data = str(value.name if isinstance(value, enum.Enum) else value).encode()
         sha.update(f"\n{field.name}:{len(data)}:".encode() + data)
     if shards > 1:  # else as files of before there were any

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvferry.workers.models.paged_cache import PagedCache, RankView, layer_views, readers
+from kvferry.workers.models.paged_cache import PagedCache, RankView, layer_views, readers, stored_parts
 
 
 class TokenPlaces(NamedTuple):
@@ -42,11 +42,16 @@ class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         all values, each (requests, heads, tokens of the longest, head dimension)."""
         batch = self._batch
         assert key_states.shape[0] == batch.requests and key_states.shape[2] == 1
+        parts = stored_parts(self._ranks, key_states, value_states)
         for stored, heads in self._ranks:
             at = batch.written[stored.device]
-            for tensor, states in enumerate((key_states, value_states)):
+            for tensor, states in enumerate(parts):
                 stored[:, tensor][at.pages, at.offsets] = states[:, heads, 0].to(stored.device)
-        return self._gather(0, key_states.device), self._gather(1, key_states.device)
+        found = [self._gather(tensor, key_states.device) for tensor in range(len(parts))]
+        if len(found) == 2:
+            return found[0], found[1]
+        width = key_states.shape[-1]
+        return found[0][..., :width], found[0][..., width:]
 
     def _gather(self, tensor: int, device: torch.device) -> torch.Tensor:
         # Of each rank (requests, tokens, heads, head dimension).

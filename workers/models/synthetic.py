@@ -60,8 +60,11 @@ def kept_contents(page_bytes: int) -> Callable[[bytes], Bytes]:
 def arrived_tail(tail_digest: bytes, tokens: int, geometry: KVGeometry) -> Bytes:
     """Bytes of a partial page of `tokens` tokens after a transfer: zeros behind the last token of every fragment."""
     content = page_content(tail_digest, geometry.page_bytes)
-    used = tokens * geometry.fragment_token_bytes
-    content.reshape(geometry.fragments, geometry.fragment_bytes)[:, used:] = 0
+    start = 0
+    for cache in geometry.caches:
+        own = content[start : start + cache.page_bytes].reshape(cache.fragments, cache.fragment_bytes)
+        own[:, tokens * cache.fragment_token_bytes :] = 0
+        start += cache.page_bytes
     return content
 
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 from kvferry.client.rank_pools import RankPools, settle_each
 from kvferry.proto import common_pb2
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry
 from kvferry.workers.models.interface import Prompt, Step
 from kvferry.workers.models.paged_batch import PagedBatch
 from kvferry.workers.models.paged_cache import PagedCache, PageTable, RankView, rank_views
@@ -27,6 +28,7 @@ from kvferry.workers.models.sampling import Sampling, sample
 UNBOUNDED_TOKENS = 1 << 20  # where a model's configuration names no length
 WEIGHT_FILES = "*.safetensors"  # others may run code as they are loaded
 
+_INDEXED = getattr(cache_utils, "DynamicIndexedLayer", DynamicLayer)  # of a sparse attention; older versions lack it
 _HASH_CHUNK = 4 * 1024 * 1024
 
 
@@ -35,6 +37,12 @@ class KVShape(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: str  # torch's name
+    tensors: int = 2  # K and V, or 1: a latent that is both
+    further: tuple[CacheShape, ...] = ()  # of an indexer
+
+    @property
+    def token_bytes(self) -> int:
+        return KVGeometry(*self[:4], page_size=1, tensors=self.tensors, further=self.further).token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,12 @@ class LoadedModel:
         """Page size and layout are left to the daemon."""
         shape = self.shape
         return common_pb2.Geometry(
-            layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype, tensors=2
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            tensors=shape.tensors,
+            further=[cache.to_proto() for cache in shape.further],
         )
 
     @property
@@ -68,16 +81,16 @@ class LoadedModel:
         Raises ValueError when their geometry is not the model's, or they are elsewhere.
         """
         geometry = pools.geometry
-        given = KVShape(geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype)
-        if given != self.shape or geometry.tensors != 2:
-            raise ValueError(f"geometry is {given}, {geometry.tensors} tensors; the model's is {self.shape}, 2 tensors")
+        first = geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype, geometry.tensors
+        if (given := KVShape(*first, geometry.further)) != self.shape:
+            raise ValueError(f"geometry is {given}; the model's is {self.shape}")
         ranks = rank_views(pools)
         for number, rank in enumerate(ranks):
             if rank.device.type != self.device.type:
                 raise ValueError(
                     f"rank {number}'s pool is on {rank.device}, the model on {self.device}; give it --device"
                 )
-        return ModelCompute(self, ranks, geometry.page_size)
+        return ModelCompute(self, ranks, geometry.page_size, rank_views(pools, 1) if geometry.further else [])
 
 
 def load_model(folder: Path, *, dtype: str, threads: int, revision: str = "", device: str = "cpu") -> LoadedModel:
@@ -118,20 +131,33 @@ def kv_shape(network: Any) -> KVShape:
         first = torch.zeros((1, 1), dtype=torch.int64, device=next(network.parameters()).device)
         network(input_ids=first, past_key_values=cache, use_cache=True)
     shapes = set()
+    indexes: set[tuple[int, str]] = set()
     for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
+        if type(layer) not in (DynamicLayer, _INDEXED) or not isinstance(layer, DynamicLayer):
             raise ValueError(
                 f"model: layer {index} keeps a {type(layer).__name__}; pages hold only those of full attention"
             )
         assert layer.keys is not None
         assert layer.values is not None
         shapes.add((tuple(layer.keys.shape), tuple(layer.values.shape), layer.keys.dtype, layer.values.dtype))
+        found = getattr(layer, "indexer_keys", None)
+        indexes.add((0, "") if found is None else (int(found.shape[-1]), _name(found.dtype)))
     if len(shapes) != 1:
         raise ValueError(f"model: its layers' keys and values differ in shape: {sorted(map(str, shapes))}")
+    if len(indexes) != 1:
+        raise ValueError(f"model: its layers' indexers differ, by values and type of a key: {sorted(indexes)}")
     keys, values, dtype, _ = shapes.pop()
-    if keys != values:
-        raise ValueError(f"model: keys are {keys}, values {values}; pages hold equal shapes only")
-    return KVShape(len(cache.layers), keys[1], keys[3], str(dtype).removeprefix("torch."))
+    layers, (width, index_dtype) = len(cache.layers), indexes.pop()
+    further = (CacheShape(layers, 1, width, index_dtype, 1),) if width else ()
+    if keys == values:
+        return KVShape(layers, keys[1], keys[3], _name(dtype), further=further)
+    if keys[1] != 1 or values[1] != 1:
+        raise ValueError(f"model: keys are {keys}, values {values}; pages hold equal shapes only, or one latent")
+    return KVShape(layers, 1, keys[3] + values[3], _name(dtype), 1, further)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -162,10 +188,14 @@ def weights_revision(folder: Path) -> str:
 class ModelCompute:
     """The model over a pool, as a `Compute`."""
 
-    def __init__(self, model: LoadedModel, ranks: list[RankView], page_size: int) -> None:
+    def __init__(
+        self, model: LoadedModel, ranks: list[RankView], page_size: int, index: Sequence[RankView] = ()
+    ) -> None:
+        """index: of the indexer's cache, where there is one."""
         self._model = model
         self._ranks = ranks
         self._page_size = page_size
+        self._index = index
 
     @property
     def vocabulary(self) -> int:
@@ -181,11 +211,11 @@ class ModelCompute:
         asked: Prompt | None = None,
     ) -> ModelSequence:
         table = PageTable(self._page_size, pages, shared_tokens=shared_tokens, device=self._model.device)
-        return ModelSequence(self._model.network, self._ranks, table, prompt, sampling)
+        return ModelSequence(self._model.network, self._ranks, table, prompt, sampling, self._index)
 
     def steps(self, steps: Sequence[Step]) -> list[int]:
         """See `BatchCompute`."""
-        if len(steps) == 1:
+        if len(steps) == 1 or self._index:  # an indexer has no mask for requests of unlike lengths
             return [step.sequence.step(step.token, step.position) for step in steps]
         sequences = [step.sequence for step in steps]
         mine = [sequence for sequence in sequences if isinstance(sequence, ModelSequence)]
@@ -199,21 +229,28 @@ class ModelSequence:
     """One request, as a `SequenceCompute`."""
 
     def __init__(
-        self, network: Any, ranks: list[RankView], table: PageTable, prompt: Prompt, sampling: Sampling
+        self,
+        network: Any,
+        ranks: list[RankView],
+        table: PageTable,
+        prompt: Prompt,
+        sampling: Sampling,
+        index: Sequence[RankView] = (),
     ) -> None:
         self._network = network
         self._ranks = ranks
+        self._index = index
         self._table = table
         self._tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).unsqueeze(0).to(table.pages.device)
         self._sampling = sampling
-        self._cache = PagedCache(ranks, table, tokens=0)
+        self._cache = PagedCache(ranks, table, tokens=0, index=index)
         self._logits: torch.Tensor | None = None
 
     def add_pages(self, pages: Sequence[int]) -> None:
         self._table.add(pages)
 
     def resume(self, tokens: int) -> None:
-        self._cache = PagedCache(self._ranks, self._table, tokens=tokens)
+        self._cache = PagedCache(self._ranks, self._table, tokens=tokens, index=self._index)
 
     def prompt(self, start: int, end: int) -> None:
         with settled(self._ranks):

@@ -14,7 +14,8 @@ OFF, AUTO, ALWAYS = "off", "auto", "always"
 PATIENCE = 0.03  # of the estimate of computing: so long an Ask is waited for
 MARGIN = 2.0  # by which fetching must be faster
 LEAST_TOKENS = 256  # that are worth a round trip
-MOST_TIMES = 4.0  # its own estimate: so long a fetch may take
+MOST_TIMES = 4.0  # its own estimate: so long a fetch may take,
+LEAST_SHARE = 0.25  # or such a share of the estimate of computing: the first ones know no rate, and a host may stutter
 FORCED_SECONDS = 1.0  # with ALWAYS: for the Ask at most, and for a fetch at least
 TOKENS_PER_SECOND = 10_000.0  # of an engine of which nothing was measured
 BYTES_PER_SECOND = 1e9  # of a session, likewise
@@ -140,7 +141,8 @@ class Judge:
             return self.count(Choice(FEW))
         if MARGIN * self.fetch_seconds > self.compute_seconds:
             return self.count(Choice(SLOW))
-        return self.count(Choice(FETCH, min(self.compute_seconds, MOST_TIMES * self.fetch_seconds)))
+        patient = max(MOST_TIMES * self.fetch_seconds, LEAST_SHARE * self.compute_seconds)
+        return self.count(Choice(FETCH, min(self.compute_seconds, patient)))
 
     def count(self, choice: Choice) -> Choice:
         assert choice.seconds >= 0 and math.isfinite(choice.seconds)

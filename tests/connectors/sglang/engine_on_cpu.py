@@ -144,6 +144,7 @@ class Engine:
 
     def turn(self) -> list[Any]:
         """One turn of a decode engine's loop; requests whose KV is there."""
+        self.queue.resume_retracted_reqs()
         preallocated, _ = self.queue.pop_preallocated()
         self.transfers.extend(preallocated)
         return list(self.transfers.pop_transferred())

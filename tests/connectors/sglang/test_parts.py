@@ -22,6 +22,11 @@ from kvferry.connectors.sglang.transfers import PageTransfer, PollState, PromptC
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 
+def named(extra_key: str | None, salt: str | None = None) -> SimpleNamespace:
+    """A request of SGLang's, as far as its pages' names depend on it."""
+    return SimpleNamespace(extra_key=extra_key, cache_salt=salt)
+
+
 def settings(**values: object) -> BackendSettings:
     return BackendSettings.of({VARIABLE: json.dumps({"socket": "/s", **values})})
 
@@ -63,10 +68,11 @@ def test_digests_are_chained_from_no_parent() -> None:
 
 
 def test_an_extra_key_is_the_parent_of_the_first_page() -> None:
-    plain, salted = prompt_pages(range(8), 4), prompt_pages(range(8), 4, seed_of("salt"))
+    plain, salted = prompt_pages(range(8), 4), prompt_pages(range(8), 4, seed_of(named("salt")))
     assert plain.digests[:32] != salted.digests[:32] and plain.digests[32:] != salted.digests[32:]
-    assert salted.digests == prompt_pages(range(8), 4, seed_of("salt")).digests
-    assert seed_of(None) == seed_of("") == b"" and seed_of("a") != seed_of("b")
+    assert salted.digests == prompt_pages(range(8), 4, seed_of(named("salt"))).digests
+    assert seed_of(named(None)) == seed_of(named("")) == b""
+    assert len({seed_of(each) for each in (named("a"), named("b"), named("a", "x"), named(None, "x"))}) == 4
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32])
@@ -144,6 +150,7 @@ def server(**values: object) -> SimpleNamespace:
         ("enable_lora", True),
         ("enable_memory_saver", True),
         ("attn_cp_size", 2),
+        ("dcp_size", 2),
         ("nnodes", 2),
         ("enable_hisparse", True),
         ("disaggregation_decode_enable_offload_kvcache", True),
@@ -154,6 +161,12 @@ def test_what_is_not_served_is_refused_by_its_name(argument: str, value: object)
     facts.check_server(server(enable_lora=None))
     with pytest.raises(facts.NotServed, match=f"{argument} is {value!r}"):
         facts.check_server(server(**{argument: value}))
+
+
+def test_sglangs_own_host_tier_is_refused_on_decode_alone() -> None:
+    facts.check_server(server(enable_hierarchical_cache=True, disaggregation_mode="prefill"))
+    with pytest.raises(facts.NotServed, match=r"enable_hierarchical_cache is True.*--host-bytes"):
+        facts.check_server(server(enable_hierarchical_cache=True, disaggregation_mode="decode"))
 
 
 def test_pages_of_an_unknown_size_are_refused() -> None:

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.connectors.blocks import PoolPages
+from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm.caches import Unfit, draft_of, looks_ahead, spec_of
-from kvferry.connectors.vllm.facts import block_map, facts_of, order_of
+from kvferry.connectors.vllm.caches import Unfit, draft_of, kinds_of, looks_ahead
+from kvferry.connectors.vllm.facts import block_map, facts_of, orders_of, with_head_runs
 from kvferry.connectors.vllm.weights import draft_name, kv_scales, scales_in
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import differences
@@ -35,6 +37,14 @@ class MLAAttentionSpec:
     compress_ratio: int = 1
     alignment: int | None = None
     model_version: str | None = None
+    cache_dtype_str: str | None = None
+    state_content_bytes: int | None = None
+    tokens_per_state: int = 1
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
 
 
 @dataclass
@@ -88,6 +98,9 @@ def with_dtype(cache_dtype: str, **cache: object) -> SimpleNamespace:
         (MLAAttentionSpec(compress_ratio=4), engine(), "compress_ratio of the KV cache is 4"),
         (MLAAttentionSpec(alignment=512), engine(), "alignment of the KV cache is 512: .* packs"),
         (MLAAttentionSpec(model_version="deepseek_v4"), engine(), "model_version of the KV cache is deepseek_v4"),
+        (MLAAttentionSpec(tokens_per_state=8), engine(), "tokens_per_state of the KV cache is 8 in layer l0"),
+        (MLAAttentionSpec(state_content_bytes=656), engine(), "state_content_bytes of the KV cache is 656"),
+        (MLAAttentionSpec(cache_dtype_str="fp8_ds_mla", state_content_bytes=584), with_dtype("fp8_ds_mla"), "is 584"),
         (MLAAttentionSpec(), with_dtype("fp8_ds_mla"), "kv_cache_dtype is 'fp8_ds_mla', which packs"),
         (FullAttentionSpec(), with_dtype("nvfp4"), "kv_cache_dtype is 'nvfp4'"),
         (FullAttentionSpec(), with_dtype("int8_per_token_head"), "kv_cache_dtype is 'int8_per_token_head'"),
@@ -97,12 +110,12 @@ def with_dtype(cache_dtype: str, **cache: object) -> SimpleNamespace:
 )  # fmt: skip
 def test_caches_that_are_refused(spec: object, config: Any, message: str) -> None:
     with pytest.raises(Unfit, match=message):
-        spec_of(config, kv(spec))
+        kinds_of(config, kv(spec))
 
 
 def test_a_token_of_deepseek_v3_has_its_latents_bytes_on_the_wire_and_in_the_host_tier() -> None:
     config = engine(ranks=8)
-    found = facts_of(config, kv(spec_of(config, kv(MLAAttentionSpec()))), Shape(BLOCK, 4), Settings("/s", revision="1"))
+    found = facts_of(config, kv(MLAAttentionSpec()), Shape(BLOCK, 4), Settings("/s", revision="1"))
     assert found.geometry.token_bytes == 70_272 and found.geometry.page_bytes == 64 * 70_272
     assert (found.geometry.kv_heads, found.geometry.tensors, found.engine_layout) == (1, 1, "vllm cuda MLA")
     own = rank_geometry(found.geometry, 8)
@@ -117,14 +130,14 @@ def test_where_the_blocks_of_latents_lie() -> None:
     caches = {name: torch.zeros(5, BLOCK, LATENT, dtype=torch.bfloat16) for name in NAMES}
     config, group = engine(), kv(MLAAttentionSpec())
     geometry = KVGeometry(LAYERS, 1, LATENT, "bfloat16", 2 * BLOCK, Layout.ENGINE, tensors=1)
-    order = order_of(config, group, caches)
+    (order,) = orders_of(config, group, caches)
     assert order.tolist() == np.arange(BLOCK).repeat(LATENT * 2).tolist()
-    found = block_map(caches, group, Shape(BLOCK, 2), geometry, order)
+    found = block_map(caches, group, Shape(BLOCK, 2), geometry, [order])
     assert found.bases.tolist() == [caches[name].data_ptr() for name in NAMES]
     assert (found.block_bytes, found.page_bytes) == (BLOCK * LATENT * 2, 2 * BLOCK * 70_272) and found.in_token_order
     short = {**caches, "l3": torch.zeros(5, BLOCK, 512, dtype=torch.bfloat16)}
     with pytest.raises(Unfit, match=r"layer l3: its cache .* 1 heads, 16 tokens, 576 elements"):
-        block_map(short, group, Shape(BLOCK, 2), geometry, order)
+        block_map(short, group, Shape(BLOCK, 2), geometry, [order])
 
 
 def weights(folder: Path, scale: float) -> Path:
@@ -192,5 +205,144 @@ def test_which_draft_models_have_kv() -> None:
 
 def test_one_group_of_one_kind() -> None:
     for specs in ((MLAAttentionSpec(), FullAttentionSpec()), (replace(MLAAttentionSpec()), MLAAttentionSpec())):
-        with pytest.raises(Unfit, match=r"the model has 2 KV cache groups .* of equal sizes"):
-            spec_of(engine(), kv(*specs))
+        with pytest.raises(Unfit, match=r"the model has 2 KV cache groups .* in blocks of one table"):
+            kinds_of(engine(), kv(*specs))
+
+
+# -- several caches under one block table
+
+TALL = 64  # tokens of a block
+
+
+def together(*kinds: tuple[str, int, object]) -> SimpleNamespace:
+    """One group of layers of several kinds: a name, how many, and their spec."""
+    specs = {f"{name}.{i}": spec for name, count, spec in kinds for i in range(count)}
+    group = SimpleNamespace(kv_cache_spec=UniformTypeKVCacheSpecs(specs), layer_names=list(specs))
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def indexed(latents: MLAAttentionSpec, layers: int = LAYERS) -> SimpleNamespace:
+    """DeepSeek V3.2's: an indexer's keys, quantized, with their scales, beside each layer's latents."""
+    keys = MLAAttentionSpec(block_size=TALL, head_size=132, dtype=torch.uint8)
+    return together(("indexer", layers, keys), ("attention", layers, latents))
+
+
+LATENTS = MLAAttentionSpec(block_size=TALL, cache_dtype_str="auto")
+PACKED = replace(LATENTS, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656)
+
+
+def test_a_token_of_deepseek_v32_has_its_indexers_bytes_too() -> None:
+    shape, settings = Shape(TALL, 1), Settings("/s", revision="1")
+    found = facts_of(engine(ranks=8), indexed(LATENTS), shape, settings)
+    assert found.geometry.token_bytes == 70_272 + 8_052
+    assert [str(cache) for cache in found.geometry.further] == [
+        "61 layers of 1 x 1 x 128 uint8",
+        "61 layers of 1 x 1 x 4 uint8",
+    ]
+    packed = facts_of(with_dtype("fp8_ds_mla"), indexed(PACKED), shape, settings)
+    assert kinds_of(with_dtype("fp8_ds_mla"), indexed(PACKED))[0].widths == (656,)
+    assert packed.geometry.token_bytes == LAYERS * 656 + 8_052
+    print(f"bytes a token: {found.geometry.token_bytes:,}, packed {packed.geometry.token_bytes:,}")
+    plain = facts_of(engine(), kv(LATENTS), shape, settings)
+    assert {each.field for each in differences(found, plain)} == {"geometry.further"}
+    for senders, receivers in ((1, 8), (8, 1), (3, 2)):
+        lanes = lanes_of(found.geometry, senders, receivers)
+        assert [(lane.receiver, lane.cache) for lane in lanes] == [(r, c) for r in range(receivers) for c in range(3)]
+        assert sum(lane.row_bytes for lane in lanes) == receivers * found.geometry.page_bytes
+
+
+def test_an_indexers_keys_and_scales_lie_apart_in_a_block() -> None:
+    """All tokens' keys, then all their scales."""
+    layers, config, group = 2, engine(), indexed(LATENTS, 2)
+    keys = {f"indexer.{i}": torch.zeros(5, TALL, 132, dtype=torch.uint8) for i in range(layers)}
+    caches = {f"attention.{i}": torch.zeros(5, TALL, LATENT, dtype=torch.bfloat16) for i in range(layers)} | keys
+    facts = facts_of(config, group, Shape(TALL, 2), Settings("/s", revision="1"))
+    found = block_map(caches, group, Shape(TALL, 2), facts.geometry, orders_of(config, group, caches))
+    begins = [keys[f"indexer.{i}"].data_ptr() for i in range(layers)]
+    latents, values, scales = found.caches
+    assert latents.bases.tolist() == [caches[f"attention.{i}"].data_ptr() for i in range(layers)]
+    assert values.bases.tolist() == begins and scales.bases.tolist() == [at + TALL * 128 for at in begins]
+    assert [cache.block_bytes for cache in found.caches] == [TALL * LATENT * 2, TALL * 128, TALL * 4]
+    assert [cache.strides.tolist()[0] for cache in (values, scales)] == [TALL * 132] * 2
+    assert found.in_token_order and found.page_bytes == facts.geometry.page_bytes
+    assert with_head_runs(facts, config, found, facts.geometry).geometry.head_runs == 1
+    short = {**caches, "indexer.1": torch.zeros(5, TALL, 128, dtype=torch.uint8)}
+    with pytest.raises(Unfit, match=r"layer indexer\.1: its cache .* 1 heads, 64 tokens, 132 elements"):
+        block_map(short, group, Shape(TALL, 2), facts.geometry, orders_of(config, group, caches))
+    away = {**caches, **{name: cache.to("meta") for name, cache in keys.items()}}
+    with pytest.raises(Unfit, match="the KV caches are on cpu and meta; they must all be on one device"):
+        block_map(away, group, Shape(TALL, 2), facts.geometry, orders_of(config, group, caches))
+
+
+def filled(layers: int, blocks: int, seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    widths = (("attention", (TALL, LATENT * 2)), ("indexer", (TALL, 132)))
+    return {
+        f"{name}.{i}": torch.randint(0, 256, (blocks, *width), dtype=torch.uint8, generator=random)
+        for name, width in widths
+        for i in range(layers)
+    }
+
+
+def test_pages_of_several_caches_go_to_the_pool_and_back() -> None:
+    """And behind the last token nothing is left, of the keys nor of their scales."""
+    layers, config = 2, engine()
+    group = indexed(replace(LATENTS, dtype=torch.uint8, head_size=2 * LATENT), layers)
+    config.cache_config.cache_dtype = "fp8"
+    source, target = filled(layers, 5, 1), filled(layers, 5, 2)
+    geometry = facts_of(config, group, Shape(TALL, 2), Settings("/s", revision="1")).geometry
+    shape = Shape(TALL, 2)
+    there, back = (block_map(each, group, shape, geometry, orders_of(config, group, each)) for each in (source, target))
+    memory = np.full(3 * geometry.page_bytes, 0xEE, np.uint8)
+    pool = PoolPages.of(memory, 3)
+    end = 2 * TALL + 70
+    moved = there.places(pool, [2, 0], [4, 1, 3, 0], 0, end)
+    HostMover(there).to_pages(pool, moved, None, there.tail([2, 0], end))
+    assert (memory[geometry.page_bytes : 2 * geometry.page_bytes] == 0xEE).all(), "nobody's page"
+    HostMover(back).to_blocks(pool, back.places(pool, [2, 0], [1, 0, 2, 3], 0, end), None)
+    for name, cache in source.items():
+        got = target[name]
+        assert all(torch.equal(got[b], cache[a]) for a, b in ((4, 1), (1, 0), (3, 2)))
+        rest, wanted = got[3].reshape(-1), cache[0].reshape(-1).clone()
+        if name.startswith("indexer"):
+            wanted[6 * 128 : TALL * 128] = 0
+            wanted[TALL * 128 + 6 * 4 :] = 0
+        else:
+            wanted[6 * LATENT * 2 :] = 0
+        assert torch.equal(rest, wanted), name
+
+
+def test_heads_with_an_indexer_beside_them() -> None:
+    """MiniMax M3's: its heads are shared by ranks, the indexer's keys are on every one."""
+    heads = FullAttentionSpec(num_kv_heads=1, head_size=128, head_size_v=128, dtype=torch.bfloat16)
+    keys = MLAAttentionSpec(head_size=128)
+    config = engine(ranks=4)
+    config.model_config.get_total_num_kv_heads = lambda: 4
+    found = facts_of(
+        config, together(("index", 2, keys), ("l", 3, heads)), Shape(BLOCK, 4), Settings("/s", revision="1")
+    )
+    geometry = found.geometry
+    assert (geometry.layers, geometry.kv_heads, geometry.tensors) == (3, 4, 2)
+    assert [str(cache) for cache in geometry.further] == ["2 layers of 1 x 1 x 128 bfloat16"]
+    assert found.engine_layout == "vllm cuda HNC + vllm cuda MLA"
+    own = rank_geometry(geometry, 4)
+    assert [cache.kv_heads for cache in own.caches] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (together(("a", 1, LATENTS), ("b", 1, replace(LATENTS, block_size=32))), "block_size .* is 32 and 64"),
+        (together(("a", 1, LATENTS), ("b", 1, SimpleNamespace(block_size=64))), "groups .MLAAttentionSpec, SimpleN"),
+        (together(("a", 1, LATENTS), ("b", 1, replace(LATENTS, compress_ratio=4))), "is 4 in layer b.0"),
+    ],
+)  # fmt: skip
+def test_caches_that_cannot_lie_together(group: SimpleNamespace, message: str) -> None:
+    with pytest.raises(Unfit, match=message):
+        kinds_of(engine(), group)
+
+
+def test_more_kinds_than_a_page_may_have_are_refused() -> None:
+    group = together(*((f"l{width}", 1, replace(LATENTS, head_size=width)) for width in range(64, 73)))
+    with pytest.raises(Unfit, match=r"geometry\.further, the number of entries, is 8; it must be 0 to 7"):
+        facts_of(engine(), group, Shape(TALL, 1), Settings("/s", revision="1"))

@@ -18,12 +18,12 @@ from kvferry.connectors.blocks import BlockMap, PoolPages
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm.caches import Unfit
+from kvferry.connectors.vllm.caches import CacheKind, Unfit
 from kvferry.connectors.vllm.facts import (
     block_map,
     check_config,
     kv_heads_of,
-    order_of,
+    orders_of,
     rank_geometry_of,
     shape_of,
     with_head_runs,
@@ -81,7 +81,7 @@ class Engine:
 
 def test_an_engine_that_fits() -> None:
     for engine in (Engine(), Engine(sleeps=True, backend="uni")):
-        assert check_config(engine.vllm, engine.kv) == FullAttentionSpec()
+        assert check_config(engine.vllm, engine.kv) == BLOCK
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_engines_that_are_refused(engine: Engine, message: str) -> None:
 
 def test_a_page_that_is_no_whole_number_of_blocks_is_refused() -> None:
     with pytest.raises(Unfit, match="page_size is 40"):
-        shape_of(FullAttentionSpec(), Settings("/s", page_size=40))
+        shape_of(BLOCK, Settings("/s", page_size=40))
 
 
 def geometry(per_page: int) -> KVGeometry:
@@ -119,7 +119,7 @@ def geometry(per_page: int) -> KVGeometry:
 def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
     caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
     shape = Shape(BLOCK, per_page)
-    found = block_map(caches, Engine().kv, shape, geometry(per_page), ORDER)
+    found = block_map(caches, Engine().kv, shape, geometry(per_page), [ORDER])
     assert found.page_bytes == geometry(per_page).page_bytes
     assert (found.blocks, found.block_bytes) == (10, HEADS * BLOCK * 2 * DIM * 4)
     assert found.bases.tolist() == [caches["l0"].data_ptr(), caches["l1"].data_ptr()]
@@ -129,7 +129,7 @@ def test_where_the_blocks_of_cpu_attention_lie(per_page: int) -> None:
 def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
     whole = torch.zeros(10, 2, HEADS, BLOCK, 2 * DIM)
     caches = {"l0": whole[:, 0], "l1": whole[:, 1]}
-    found = block_map(caches, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
+    found = block_map(caches, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
     assert found.strides.tolist() == [2 * found.block_bytes] * 2
     assert found.bases[1] - found.bases[0] == found.block_bytes
 
@@ -144,24 +144,24 @@ def test_layers_that_share_one_tensor_are_found_by_their_strides() -> None:
 )
 def test_blocks_that_are_no_run_of_bytes_are_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(Unfit, match=message):
-        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
+        block_map({"l0": cache, "l1": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
 
 
 def test_layers_in_another_order_or_elsewhere_are_refused() -> None:
     cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
     for other in (torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta"), torch.zeros(10, HEADS, BLOCK + 1, 2 * DIM)):
-        with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
-            block_map({"l0": cache, "l1": other}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
+        with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers of its kind have"):
+            block_map({"l0": cache, "l1": other}, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
     gpu = torch.zeros(10, HEADS, BLOCK, 2 * DIM, device="meta")
     other = torch.zeros(10, BLOCK, HEADS, 2 * DIM, device="meta").transpose(1, 2)
-    with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers have"):
-        block_map({"l0": gpu, "l1": other}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
+    with pytest.raises(Unfit, match=r"layer l1: its cache .* that all layers of its kind have"):
+        block_map({"l0": gpu, "l1": other}, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
 
 
 def test_blocks_that_the_backend_splits_are_refused_with_the_size_to_choose() -> None:
     caches = {name: torch.zeros(20, HEADS, BLOCK // 2, 2 * DIM) for name in ("l0", "l1")}
     with pytest.raises(Unfit, match="start vLLM with --block-size 16, on both sides"):
-        block_map(caches, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
+        block_map(caches, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
 
 
 @pytest.mark.parametrize("name", ["num_head_slots", "state_content_bytes"])
@@ -179,7 +179,7 @@ def test_of_blocks_on_a_gpu_any_order_that_strides_can_tell_is_taken(inside: str
     whole = torch.zeros(2, 10, *(sizes[letter] for letter in inside), device="meta")
     caches = {f"l{i}": whole[i].permute(0, *(1 + inside.index(letter) for letter in "HNC")) for i in range(2)}
     order = strided_order(caches["l0"])
-    found = block_map(caches, Engine(device="cuda").kv, Shape(BLOCK, 1), geometry(1), order)
+    found = block_map(caches, Engine(device="cuda").kv, Shape(BLOCK, 1), geometry(1), [order])
     runs = HEADS if inside == "HNC" else 1
     assert (found.blocks, found.strides.tolist()) == (10, [found.block_bytes * runs] * 2 * runs)
     assert np.diff(found.bases)[: runs - 1].tolist() == [found.block_bytes] * (runs - 1)
@@ -199,8 +199,8 @@ def page_on_a_gpu(inside: str, tokens: torch.Tensor, block_tokens: int) -> tuple
     cache.permute(0, *inner)[:] = tokens.view(blocks, block_tokens, heads, 2 * DIM).transpose(1, 2)
     gpu = {"l0": cache.to("meta").permute(0, *inner)}
     shape, kv = Shape(block_tokens, blocks), KVGeometry(1, heads, DIM, "float32", BLOCK, Layout.ENGINE)
-    group = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["l0"])])
-    found = block_map(gpu, group, shape, kv, strided_order(gpu["l0"]))
+    group = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["l0"])])
+    found = block_map(gpu, group, shape, kv, [strided_order(gpu["l0"])])
     there = BlockMap(
         found.bases + cache.data_ptr(), found.strides, found.block_bytes, blocks, block_tokens, blocks, found.order
     )
@@ -252,7 +252,7 @@ def test_pages_in_which_a_tokens_heads_are_adjacent_say_so() -> None:
 def test_on_a_cpu_heads_are_outermost_in_a_page_of_one_block(per_page: int) -> None:
     caches = {name: torch.zeros(10, HEADS, BLOCK, 2 * DIM) for name in ("l1", "l0")}
     facts = replace(facts_of_heads(HEADS), geometry=geometry(per_page))
-    blocks = block_map(caches, Engine().kv, Shape(BLOCK, per_page), facts.geometry, ORDER)
+    blocks = block_map(caches, Engine().kv, Shape(BLOCK, per_page), facts.geometry, [ORDER])
     found = with_head_runs(facts, Engine().vllm, blocks, facts.geometry).geometry
     assert found.head_runs == (1 if per_page == 1 else 0)
 
@@ -286,7 +286,7 @@ def test_engines_have_the_same_name_where_a_block_has_the_same_bytes() -> None:
         config = Engine(device="cuda").vllm
         config.cache_config.cache_dtype = cache_dtype
         config.cache_config.get_resolved_kv_cache_layout = lambda: SimpleNamespace(name=layout)
-        return name_of(config, FullAttentionSpec())
+        return name_of(config, [CacheKind(FullAttentionSpec(), ("l0",))])
 
     assert name("LBNHC") == name("BLNHC") == "vllm cuda NHC"
     assert len({name("LBNHC"), name("LBHNC"), name("LBNHC", "fp8_e4m3"), name("LBNHC", "fp8_e5m2")}) == 4
@@ -312,19 +312,19 @@ def test_vllm_0_26_is_asked_for_its_order_with_its_configuration_set(monkeypatch
     fakes["vllm.v1.attention.backends.utils"] = {"get_kv_cache_layout": get_kv_cache_layout}
     for name, members in fakes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    assert name_of(config, FullAttentionSpec()) == "vllm cuda HNC"
+    assert name_of(config, [CacheKind(FullAttentionSpec(), ("l0",))]) == "vllm cuda HNC"
 
 
 @pytest.mark.parametrize("cache", [torch.zeros(10, HEADS, 2, BLOCK, DIM), torch.zeros(10, 5)])
 def test_an_order_that_strides_do_not_tell_is_refused(cache: torch.Tensor) -> None:
     with pytest.raises(Unfit, match="does not know how this engine's attention keeps its blocks"):
-        order_of(Engine(device="cuda").vllm, Engine().kv, {"l0": cache})
+        orders_of(Engine(device="cuda").vllm, Engine().kv, {"l0": cache})
 
 
 def test_a_layer_without_a_cache_is_refused() -> None:
     cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
     with pytest.raises(Unfit, match="layer l1 has no KV cache"):
-        block_map({"l0": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), ORDER)
+        block_map({"l0": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
 
 
 def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class DevicePages:
     """The bytes of pages, (pages, row_bytes), by copies of their own."""
 
     def __init__(self, memory: GpuPoolMemory) -> None:
-        rank, rows = memory._ranks[0], memory.shape.storage.rows()
+        rank, rows = memory._ranks[0], memory.shape.storages[0].rows()
         self._engine = rank.parts
         self._at = rank._base + rows.fragments_of(range(PAGES)).ravel()
         self._sizes = np.full(len(self._at), rows.fragment_bytes)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 WORKER = ("worker", "decode", "--socket", "/nowhere", "--listen", "127.0.0.1:0", "--model", "/nowhere")
+SERVE = ("serve", "--role", "decode", "--listen", "127.0.0.1:0")
 
 
 def run(missing: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -26,8 +27,8 @@ def run(missing: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("httpx", ("front", "--help"), "kvferry front: needs the package httpx: pip install 'kvferry[front]'"),
         ("fastapi", ("front", "--vllm-decode", "http://127.0.0.1:1"), "package fastapi: pip install 'kvferry[front]'"),
         ("aiohttp", ("loadgen", "--help"), "kvferry loadgen: needs the package aiohttp: pip install 'kvferry[front]'"),
-        ("zmq", ("serve", "--role", "decode", "--events", "tcp://127.0.0.1:0"), "pip install 'kvferry[events]'"),
-        ("opentelemetry", ("serve", "--role", "decode", "--otel", "http://127.0.0.1:1"), "pip install 'kvferry[otel]'"),
+        ("zmq", (*SERVE, "--events", "tcp://127.0.0.1:0"), "pip install 'kvferry[events]'"),
+        ("opentelemetry", (*SERVE, "--otel", "http://127.0.0.1:1"), "pip install 'kvferry[otel]'"),
     ],
 )
 def test_a_missing_extra_is_named(missing: str, words: tuple[str, ...], message: str) -> None:

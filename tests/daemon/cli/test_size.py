@@ -52,6 +52,7 @@ DEEPSEEK_V3 = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
 QWEN2_5_7B = {  # its window is written down, and not used
     "hidden_size": 3584,
     "num_attention_heads": 28,
@@ -82,18 +83,31 @@ GEMMA3 = {
         (LLAMA_70B, 320 << 10),
         (QWEN3_32B, 256 << 10),
         (DEEPSEEK_V3, 70_272),
+        (DEEPSEEK_V32, 70_272 + 8_052),
         (QWEN2_5_7B, 56 << 10),
         (SMOLLM2, 23_040),
         (GPT2, 73_728),
         (FALCON_7B, 8 << 10),
         (QWEN2_5_VL, 56 << 10),
     ],
-    ids=["8b", "70b", "qwen3-32b", "deepseek-v3", "qwen2.5-7b", "smollm2", "gpt2", "falcon-7b", "qwen2.5-vl"],
+    ids=[
+        "8b",
+        "70b",
+        "qwen3-32b",
+        "deepseek-v3",
+        "deepseek-v3.2",
+        "qwen2.5-7b",
+        "smollm2",
+        "gpt2",
+        "falcon-7b",
+        "qwen2.5-vl",
+    ],
 )
 def test_a_token_of_known_models(fields: dict[str, object], token_bytes: int) -> None:
     model = model_kv(fields)
     assert model.geometry(64, "").token_bytes == token_bytes
-    assert model.geometry(64, "fp8").token_bytes == token_bytes // (4 if fields is GPT2 else 2)
+    if not model.index_dim:  # beside an indexer quantized latents have scales of their own
+        assert model.geometry(64, "fp8").token_bytes == token_bytes // (4 if fields is GPT2 else 2)
     assert model.geometry(16, "").page_bytes == 16 * token_bytes
 
 
@@ -109,7 +123,9 @@ def test_a_token_of_known_models(fields: dict[str, object], token_bytes: int) ->
         (GEMMA3, "layer_types has 29 of 34 layers of sliding_attention: kvferry keeps the KV of full attention alone"),
         (LLAMA_8B | {"sliding_window": 4096}, "sliding_window is 4096"),
         (LLAMA_8B | {"mamba_d_ssm": 128}, "mamba_d_ssm is 128"),
-        (DEEPSEEK_V3 | {"index_head_dim": 128, "index_topk": 2048}, "index_head_dim is 128: the keys of its indexer"),
+        (DEEPSEEK_V32 | {"index_head_dim": 64}, "index_head_dim is 64; it must be a multiple of 128"),
+        (DEEPSEEK_V32 | {"index_head_dim": None}, "has none of index_head_dim"),
+        (DEEPSEEK_V32 | {"index_kpool": 4}, "index_kpool is 4: its indexer has one key for several tokens"),
     ],
 )
 def test_models_that_are_refused(fields: dict[str, object], message: str) -> None:
@@ -143,13 +159,14 @@ def test_the_worked_example() -> None:
 
 def test_ranks_that_hold_the_same_heads() -> None:
     """A latent is on every rank, and in the host tier once."""
+    assert model_kv(DEEPSEEK_V32).geometry(64, "fp8").token_bytes == 61 * (656 + 132)
     geometry = model_kv(DEEPSEEK_V3).geometry(64, "")
     need = decode_need(geometry, CHATS, servers(ranks=8))
     assert need.page_bytes == 8 * 64 * 70_272
     assert need.row_bytes == 64 * 70_272
     assert need.host_bytes == 200 * 133 * 64 * 70_272
     shape = PoolShape(geometry, 8, StorageOrder.PAGE_MAJOR, need.running_pages)
-    assert need.pool_bytes == 8 * shape.storage.nbytes
+    assert need.pool_bytes == 8 * shape.rank_bytes
     with pytest.raises(ValueError, match="ranks is 3; it must divide"):
         decode_need(model_kv(LLAMA_8B).geometry(64, ""), CHATS, servers(ranks=3))
 

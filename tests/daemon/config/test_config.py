@@ -165,7 +165,7 @@ def test_defaults_follow_the_role() -> None:
         (["--ucx-tls", "t" * 33], "each of 1 to 32"),
         (["--heartbeat-seconds", "nan"], "--heartbeat-seconds is nan; it must be 0.05 to 3600"),
         (["--slots", "many"], "--slots is many; it must be 1 to 1024"),
-        (["--host-dir", "/d"], "--host-bytes is 0: there is no host tier to keep"),
+        (["--host-dir", "/d"], "--host-bytes is 0: there is no host tier to keep; say how large it is, --host-bytes"),
         (["--quota", "default=1:2:3:4"], "--quota default=1:2:3:4 has a quota of the host tier, but --host-bytes is 0"),
         (["--write-through-hits", "2"], "--host-bytes is 0: there is no host tier to copy to"),
         (["--quota", "abc=1:2"], "namespace 'abc' must be 64 hexadecimal digits"),

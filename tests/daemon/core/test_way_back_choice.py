@@ -97,6 +97,13 @@ def test_a_fetch_has_no_longer_than_its_tokens_would_take_to_compute() -> None:
     assert choice.seconds == pytest.approx(chosen.compute_seconds) and 2 * chosen.fetch_seconds < chosen.compute_seconds
 
 
+def test_a_fetch_has_a_quarter_of_that_at_least() -> None:
+    chosen = judge()
+    chosen.rates.measured(1, 100_000 * PAGE_BYTES, 0.001, 0.0)
+    choice = chosen.choose(1, 100, 0.0)
+    assert choice.seconds == pytest.approx(chosen.compute_seconds / 4) and choice.seconds > 10 * chosen.fetch_seconds
+
+
 def test_a_session_that_is_not_twice_as_fast_is_not_asked() -> None:
     chosen = judge()
     chosen.rates.measured(1, 100 * PAGE_BYTES, 0.4, 0.0)

@@ -31,7 +31,7 @@ def registered(block_tokens: int = 4, name: str = "mine") -> Registration:
 
 
 def test_a_page_is_the_blocks_that_it_was_bound_to_last() -> None:
-    table = BlockTable(4, 2, 10)
+    table = BlockTable(4, 2, [10, 3])
     assert table.of([0, 3]).tolist() == [-1] * 4
     table.bind([3, 1], [5, 6, 7, -1])
     assert table.of([1, 3, 0]).tolist() == [7, -1, 5, 6, -1, -1]
@@ -40,16 +40,16 @@ def test_a_page_is_the_blocks_that_it_was_bound_to_last() -> None:
 
 
 def test_nothing_behind_a_prompts_end_is_sent_until_the_page_is_bound_again() -> None:
-    table = BlockTable(4, 2, 10)
+    table = BlockTable(4, 2, [10, 3])
     table.bind([0, 1], [0, 1, 2, 3])
-    assert table.last_bytes([0, 1]) is None
+    assert table.last_bytes([0, 1], 0) is None
     table.cut(1, 3)
-    assert table.last_bytes([0, 1]) == 30
-    assert table.last_bytes([1, 0]) is None, "of the last page"
+    assert [table.last_bytes([0, 1], cache) for cache in (0, 1)] == [30, 9]
+    assert table.last_bytes([1, 0], 0) is None, "of the last page"
     table.bind([0], [4, 5])
-    assert table.last_bytes([1]) == 30, "another page was bound"
+    assert table.last_bytes([1], 0) == 30, "another page was bound"
     table.bind([1], [2, 3])
-    assert table.last_bytes([1]) is None
+    assert table.last_bytes([1], 0) is None
 
 
 def test_pages_that_are_no_blocks_are_found_by_their_ids() -> None:
@@ -70,7 +70,7 @@ def test_requests_may_name_the_same_blocks() -> None:
     with pytest.raises(IndexError):
         table.bind([last + 1], [1, 2, 3, 4])
     table.cut(last, 7)
-    assert table.last_bytes([last]) == 7 * TOKEN
+    assert table.last_bytes([last], 0) == 7 * TOKEN
 
 
 def test_the_host_tier_and_blocks_that_are_not_there(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ PAIRS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8), (8, 8)]
 FROM, TO = [4, 0, 3], [1, 5, 2]
 
 
+def places_of(own: KVGeometry) -> int:
+    """A rank's places of one cache."""
+    return own.layers * (own.head_runs * own.kv_heads or own.tensors)
+
+
 @dataclass
 class Ranks:
     """A pool of the daemon's; or of blocks of `block_tokens`, which lie anywhere."""
@@ -44,8 +49,7 @@ class Ranks:
         if not block_tokens:
             memory, mapped = pool(path, name, geometry, ranks, StorageOrder.PAGE_MAJOR)
             return Ranks(memory, geometry, mapped, 0)
-        own = rank_geometry(geometry, ranks)
-        places = own.layers * (own.head_runs * own.kv_heads or own.tensors)
+        places = [places_of(cache) for cache in rank_geometry(geometry, ranks).caches]
         blocks = PAGES * geometry.page_size // block_tokens
         made = make_block_files(geometry, block_tokens, blocks, places, str(path), ranks)
         registration = Registration.from_proto(made.message, geometry, ranks)
@@ -61,37 +65,43 @@ class Ranks:
         per_page = self.geometry.page_size // self.block_tokens
         return np.random.default_rng(5).permutation(PAGES * per_page).reshape(PAGES, per_page)
 
-    def expected(self, pages: Bytes) -> list[Bytes]:
-        """The memory of each rank with these pages."""
-        found = rank_memories(self.geometry, pages, len(self.mapped), StorageOrder.PAGE_MAJOR)
-        return [self._in_blocks(each) for each in found] if self.block_tokens else found
+    def expected(self, caches: list[Bytes]) -> list[Bytes]:
+        """The memory of each rank with these pages, cache by cache."""
+        ranks, own = len(self.mapped), rank_geometry(self.geometry, len(self.mapped)).caches
+        pairs = zip(self.geometry.caches, caches, strict=True)
+        found = [rank_memories(cache, pages, ranks, StorageOrder.PAGE_MAJOR) for cache, pages in pairs]
+        by_rank = list(zip(*found, strict=True))
+        if self.block_tokens:
+            return [np.concatenate(list(map(self._in_blocks, own, rank))) for rank in by_rank]
+        whole = [[memory.reshape(PAGES, -1) for memory in rank] for rank in by_rank]
+        return [np.concatenate(rank, axis=1).reshape(-1) for rank in whole]
 
-    def _in_blocks(self, memory: Bytes) -> Bytes:
+    def _in_blocks(self, own: KVGeometry, memory: Bytes) -> Bytes:
         per_page = self.geometry.page_size // self.block_tokens
-        own = rank_geometry(self.geometry, len(self.mapped))
-        places = own.layers * (own.head_runs * own.kv_heads or own.tensors)
+        places = places_of(own)
         parts = memory.reshape(PAGES, places, per_page, -1)
         out = np.empty((places, PAGES * per_page, parts.shape[-1]), np.uint8)
         out[:, self.blocks] = parts.transpose(1, 0, 2, 3)
         return out.reshape(-1)
 
-    def fill(self, pages: Bytes) -> None:
-        for memory, content in zip(self.mapped, self.expected(pages), strict=True):
+    def fill(self, caches: list[Bytes]) -> None:
+        for memory, content in zip(self.mapped, self.expected(caches), strict=True):
             memory[:] = content
 
-    def hold(self, pages: Bytes) -> bool:
-        return all(map(np.array_equal, self.mapped, self.expected(pages)))
+    def hold(self, caches: list[Bytes]) -> bool:
+        return all(map(np.array_equal, self.mapped, self.expected(caches)))
 
 
 def go(path: Path, geometry: KVGeometry, senders: int, receivers: int, tokens: tuple[int, int]) -> None:
     """Pages FROM of one pool to pages TO of another; tokens: of each one's blocks."""
     source = Ranks.make(path, "a", geometry, senders, tokens[0])
     target = Ranks.make(path, "b", geometry, receivers, tokens[1])
-    before, poison = random_pages(geometry, PAGES, 1), random_pages(geometry, PAGES, 2)
+    before, poison = ([random_pages(cache, PAGES, seed) for cache in geometry.caches] for seed in (1, 2))
     source.fill(before)
     target.fill(poison)
     asyncio.run(move(source.memory, target.memory, FROM, TO))
-    poison[TO] = before[FROM]
+    for new, old in zip(poison, before, strict=True):
+        new[TO] = old[FROM]
     assert target.hold(poison) and source.hold(before)
     source.memory.close()
     target.memory.close()
@@ -127,7 +137,7 @@ def test_the_host_tiers_rows(tmp_path: Path, geometry: KVGeometry, ranks: int, b
     """Each head once, rank by rank; restored to all ranks that have it."""
     found = Ranks.make(tmp_path, "a", geometry, ranks, block_tokens)
     pages = random_pages(geometry, PAGES, 1)
-    found.fill(pages)
+    found.fill([pages])
     host = bytearray(b"\xaa" * (4 * geometry.page_bytes))
     found.memory.attach_rows(memoryview(host))
     found.memory.spill(np.array([5, 2]), np.array([3, 0]))
@@ -138,9 +148,9 @@ def test_the_host_tiers_rows(tmp_path: Path, geometry: KVGeometry, ranks: int, b
         expected = [rows(pages[[page]][..., first:end, :], geometry)[0] for first, end in slices]
         assert np.array_equal(kept[row], np.concatenate(expected))
     poison = random_pages(geometry, PAGES, 2)
-    found.fill(poison)
+    found.fill([poison])
     found.memory.restore(np.array([1, 4]), np.array([3, 0]))
     poison[[1, 4]] = pages[[5, 2]]
-    assert found.hold(poison)
+    assert found.hold([poison])
     found.memory.detach_rows()
     found.memory.close()

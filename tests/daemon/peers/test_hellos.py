@@ -16,12 +16,14 @@ from kvferry.daemon.services import peer as peer_service
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.geometry.kv_geometry import CacheShape
 from tests.daemon.peers.hellos import hello_from
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, TENANTS, SimPrefill
 from tests.simulation.faults import Faults
 
 FACTS, OTHER_TENANT = TENANTS
+INDEXED = replace(FACTS, geometry=replace(FACTS.geometry, further=(CacheShape(2, 1, 132, "uint8", 1),)))
 WITHOUT_LANES = [capability for capability in CAPABILITIES if capability != LANES]
 
 
@@ -51,6 +53,10 @@ def test_what_goes_together_is_taken() -> None:
         ({"role": common.ROLE_PREFILL}, "role: prefill daemon 'p' needs ROLE_DECODE"),
         ({"facts": replace(FACTS, model="other").to_proto()}, "model: prefill daemon 'p' has model, 'd' at there"),
         ({"facts": replace(FACTS, root_digest=bytes(32)).to_proto()}, "root_digest: "),
+        (
+            {"facts": INDEXED.to_proto()},
+            "geometry.further: prefill daemon 'p' has none, 'd' at there has 2 layers of 1 x",
+        ),
         ({"page_bytes": FACTS.geometry.page_bytes + 1}, "page_bytes: "),
         ({"ranks": 1 << 20}, "ranks: prefill daemon 'p' has 1, 'd' at there 1048576, by which: "),
         ({"ranks": 2, "capabilities": WITHOUT_LANES}, "lacks the capability 'lanes'"),

@@ -3,6 +3,7 @@
 from tests.mutants.guard import Guard
 from tests.mutants.guards import (
     blocks,
+    caches,
     core,
     couriers,
     engine_resets,
@@ -26,6 +27,7 @@ GUARDS: tuple[Guard, ...] = (
     *blocks.GUARDS,
     *protocol.GUARDS,
     *places.GUARDS,
+    *caches.GUARDS,
     *couriers.GUARDS,
     *memory.GUARDS,
     *files.GUARDS,

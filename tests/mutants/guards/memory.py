@@ -256,8 +256,8 @@ COPIES = (
         "pages are clear on every rank",
         SHARED,
         "SharedPoolMemory._zero",
-        "for planes in self._planes:",
-        "for planes in self._planes[:1]:",
+        "for planes, _ in self._planes:",
+        "for planes, _ in self._planes[:1]:",
         OF_SHARED,
     ),
     Guard(
@@ -386,8 +386,8 @@ COPIES = (
         "a tail is cleared on every rank",
         SHARED,
         "SharedPoolMemory.zero_tail",
-        "for planes in self._planes:",
-        "for planes in self._planes[:1]:",
+        "for planes, token_bytes in self._planes:",
+        "for planes, token_bytes in self._planes[:1]:",
         OF_SHARED,
     ),
     Guard(

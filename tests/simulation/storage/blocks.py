@@ -173,7 +173,7 @@ class BlockMemory(Memory):
     def map_blocks(self, blocks: int, tokens: int) -> None:
         self.pages, self.mapped = 2 * blocks, True
         self.blocks = EngineBlocks(self._clock, self.who, blocks, tokens)
-        self.table = BlockTable(self.pages, self.blocks.per_page, TOKEN_BYTES)
+        self.table = BlockTable(self.pages, self.blocks.per_page, [TOKEN_BYTES])
 
     def _of(self, page: int) -> list[int]:
         found: list[int] = self.table.of([page]).tolist()

@@ -43,7 +43,7 @@ _TAIL_CLEARING = "the clearing of a tail"
 def shape_of(memory: Memory, geometry: KVGeometry, ranks: int) -> PoolShape:
     """Of a pool in this memory."""
     if memory.blocks is not None:
-        places, blocks = (memory.blocks.storage,), memory.blocks.count
+        places, blocks = ((memory.blocks.storage,),), memory.blocks.count
         return PoolShape(geometry, ranks, StorageOrder.PAGE_MAJOR, blocks, places)
     return _shape_of_pages(memory.pages, geometry, ranks)
 
@@ -54,7 +54,7 @@ def _shape_of_pages(pages: int, geometry: KVGeometry, ranks: int) -> PoolShape:
     size, head_bytes = PAGE_BYTES // tensors, PAGE_BYTES // tensors // GEOMETRY.kv_heads
     tensor, stride = np.arange(tensors, dtype=np.int64) * size, np.full(tensors, PAGE_BYTES, np.int64)
     places = [
-        RankStorage(own, tensor + heads_of(GEOMETRY, ranks, rank).first * head_bytes, stride, pages)
+        (RankStorage(own, tensor + heads_of(GEOMETRY, ranks, rank).first * head_bytes, stride, pages),)
         for rank in range(ranks)
     ]
     return PoolShape(geometry, ranks, StorageOrder.PAGE_MAJOR, pages, tuple(places))
@@ -76,7 +76,7 @@ class _Part:
     def gather(self, piece: tuple[int, int]) -> None:
         start, end = piece
         pages, offset = self._place(start, end)
-        ids, last = self._places.of(pages), self._places.last_bytes(pages)
+        ids, last = self._places.of(pages), self._places.last_bytes(pages, 0)
         self.rows.gather_part(ids, offset, end - start, self.payload, start, 1, last)
         self.slot[start:end] = self.payload[start:end]
 
@@ -199,7 +199,7 @@ class SimPoolMemory:
         self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
         self.tell = clock.at  # by whom the daemon is told of ends
         self._clearing: dict[Access, Callable[[], None]] = {}  # that run, and what ends each of them
-        storages = [self.shape.storage_of(rank) for rank in range(ranks)]
+        storages = [self.shape.storages_of(rank)[0] for rank in range(ranks)]
         self._planes = [  # none of blocks, of which nothing is cleared
             host_pages(memory.of_rank(rank), storage.planes())
             for rank, storage in enumerate(storages)

@@ -121,6 +121,7 @@ def view(at: str) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_three_viewers_cost_a_hundredth_of_a_core(stack: Stack) -> None:
     at = f"127.0.0.1:{lasting_port()}"

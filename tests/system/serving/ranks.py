@@ -25,15 +25,22 @@ class Case:
     heads: int = HEADS
     tensors: int = 2
     slot_bytes: int = 8 << 20
+    indexer: int = 0  # bytes a token in each of the layers, which every rank has
+
+    @property
+    def indexer_bytes(self) -> int:
+        """Of a page."""
+        return 2 * PAGE * self.indexer
 
     @property
     def row_bytes(self) -> int:
         """Of a page, each head once."""
-        return HEAD_BYTES * self.heads * self.tensors // 2
+        return HEAD_BYTES * self.heads * self.tensors // 2 + self.indexer_bytes
 
     def page_bytes(self, ranks: int) -> int:
         """Of a page on all of them."""
-        return self.row_bytes * (ranks if self.tensors == 1 else max(1, ranks // self.heads))
+        copies = ranks if self.tensors == 1 else max(1, ranks // self.heads)
+        return (self.row_bytes - self.indexer_bytes) * copies + self.indexer_bytes * ranks
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
@@ -52,6 +59,7 @@ def spec_of(case: Case, decode_pages: int = 40) -> SystemSpec:
         worker_flags=[
             *("--synthetic-kv-heads", str(case.heads), "--synthetic-tensors", str(case.tensors)),
             *("--synthetic-layout", case.layout),
+            *(["--synthetic-further", f"layers=2,head_dim={case.indexer}"] if case.indexer else []),
         ],
     )
 

@@ -33,6 +33,7 @@ from tests.system.serving.ranks import PAGE, Case, chat_over_both_tiers, ids, sp
         pytest.param(Case(1, 2, ("layer-blocks", "layer")), id="1 to 2"),
         pytest.param(Case(2, 1, ("layer", "layer-blocks"), layout="hnd", slot_bytes=4096), id="2 to 1"),
         pytest.param(Case(2, 2, ("page", "page")), id="whole pages"),
+        pytest.param(Case(2, 1, ("page", "layer"), heads=1, tensors=1, indexer=132), id="latents and an indexer"),
     ],
 )
 def test_chats_over_both_tiers(stack: Stack, case: Case) -> None:

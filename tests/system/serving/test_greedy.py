@@ -87,19 +87,21 @@ def serve(
     pool_pages: int,
     host_pages: int = 0,
     decode_flags: Sequence[str] = (),
+    ranks: tuple[int, int] = (1, 1),
 ) -> Family:
+    """ranks: of prefill and of decode; each has all of a latent."""
     torch.set_num_threads(1)  # as the workers
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     shape = kv_shape(model)
-    page_bytes = PAGE * shape.layers * 2 * shape.kv_heads * shape.head_dim * 4
+    page_bytes = PAGE * shape.token_bytes
     host_flags = ["--host-bytes", str(host_pages * page_bytes), "--checksums", "on"]
     spec = SystemSpec(
         model=str(folder),
         page_size=PAGE,
-        decode_pool_bytes=pool_pages * page_bytes,
-        prefill_pool_bytes=pool_pages * page_bytes,
-        decode_flags=[*host_flags, *decode_flags],
-        prefill_flags=host_flags,
+        decode_pool_bytes=pool_pages * page_bytes * ranks[1],
+        prefill_pool_bytes=pool_pages * page_bytes * ranks[0],
+        decode_flags=[*host_flags, "--ranks", str(ranks[1]), *decode_flags],
+        prefill_flags=[*host_flags, "--ranks", str(ranks[0])],
         worker_flags=["--revision", "1", "--chunk-tokens", str(CHUNK)],
     )
     prefills, decodes = start_replicas(stack, spec)

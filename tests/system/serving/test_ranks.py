@@ -19,6 +19,10 @@ CASES = {
     "2 to 1": Case(2, 1, ("layer-blocks", "page"), layout="hnd", slot_bytes=4096),  # a row takes several parts
     "an engine's heads, 2 to 4": Case(2, 4, ("page", "page"), layout="engine-hnd"),
     "an engine's pages, 2 to 2": Case(2, 2, ("page", "page"), layout="engine-nhd", slot_bytes=4096),
+    "an engine's latents and an indexer, 1 to 2": Case(
+        1, 2, ("page", "page"), layout="engine-hnd", heads=1, tensors=1, indexer=132
+    ),
+    "latents and an indexer, 2 to 4": Case(2, 4, ("layer", "page"), heads=1, tensors=1, indexer=132, slot_bytes=4096),
 }
 NIGHTLY = {
     "2 to 4": Case(2, 4, ("layer", "page")),
@@ -32,6 +36,8 @@ NIGHTLY = {
     "an engine's heads, 8 to 2": Case(8, 2, ("page", "page"), layout="engine-hnd"),
     "an engine's grouped queries, 4 to 2": Case(4, 2, ("page", "page"), layout="engine-hnd", heads=2),
     "an engine's grouped queries, 2 to 8": Case(2, 8, ("page", "page"), layout="engine-nhd", heads=2),
+    "heads and an indexer, 2 to 1": Case(2, 1, ("page", "layer-blocks"), layout="hnd", indexer=132),
+    "an engine's heads and an indexer, 1 to 4": Case(1, 4, ("page", "page"), layout="engine-hnd", indexer=20),
     "latent attention, 2 to 1": Case(2, 1, ("page", "page"), heads=1, tensors=1),
     "latent attention, 1 to 2": Case(1, 2, ("layer", "page"), heads=1, tensors=1),
 }

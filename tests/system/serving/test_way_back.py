@@ -174,6 +174,7 @@ def test_ranks_that_share_the_heads_differently(stack: Stack) -> None:
     settled(decodes[0])
 
 
+@pytest.mark.nightly
 def test_small_pools_many_at_a_time_and_couriers_that_die(stack: Stack) -> None:
     """What is evicted at prefill comes back while other prompts go the other way; nothing is lost or left behind."""
     prefills, decodes = started(stack, system(2, "always", "--checksums", "on", pages=80))

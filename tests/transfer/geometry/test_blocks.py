@@ -44,7 +44,7 @@ def read(message: wire.EnginePool, geometry: KVGeometry = GEOMETRY, ranks: int =
 def test_a_pages_row_is_its_blocks_place_by_place() -> None:
     registration = registered()
     assert read(registration.to_proto()) == registration
-    storage = registration.storage(0, GEOMETRY, [1000])
+    storage = registration.storages(0, GEOMETRY, [1000])[0]
     assert isinstance(storage, BlockStorage)
     rows = storage.rows()
     assert (rows.in_blocks, rows.pieces, rows.pages, rows.fragments) == (True, PER_PAGE, BLOCKS, PLACES * PER_PAGE)
@@ -65,7 +65,7 @@ def test_places_of_several_allocations() -> None:
     tensors = tuple(RegisteredTensor(i, 0, STRIDE, SIZE) for i in range(PLACES))
     registration = Registration(BLOCKS, StorageOrder.PAGE_MAJOR, (RegisteredRank(memories, tensors),), TOKENS)
     assert read(registration.to_proto()) == registration and registration.on_gpus
-    rows = registration.storage(0, GEOMETRY, [10_000, 70_000, 30_000, 50_000]).rows()
+    rows = registration.storages(0, GEOMETRY, [10_000, 70_000, 30_000, 50_000])[0].rows()
     assert rows.fragments_of([1, 0, 1, 2])[0, 4:8].tolist() == [70_000 + b * STRIDE for b in (1, 0, 1, 2)]
 
 
@@ -79,13 +79,13 @@ def test_interleaved_places_of_one_stride() -> None:
 
 def test_only_the_engine_knows_where_heads_lie_in_a_block() -> None:
     with pytest.raises(AssertionError, match="block"):
-        registered().storage(0, replace(GEOMETRY, kv_heads=2), [0]).rows(first_head=1)
+        registered().storages(0, replace(GEOMETRY, kv_heads=2), [0])[0].rows(first_head=1)
 
 
 def test_a_pool_of_blocks_is_one_rank_of_its_rows() -> None:
-    storage = registered().storage(0, GEOMETRY, [0])
-    shape = PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, BLOCKS, (storage,))
-    assert [rows.in_blocks for rows in shape.whole_rows] == [True]
+    storage = registered().storages(0, GEOMETRY, [0])[0]
+    shape = PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, BLOCKS, ((storage,),))
+    assert [[rows.in_blocks for rows in rank] for rank in shape.whole_rows] == [[True]]
     assert shape.row_bytes == GEOMETRY.page_bytes
 
 

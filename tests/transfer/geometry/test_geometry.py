@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proto import common_pb2 as common
-from kvferry.transfer.geometry.kv_geometry import ITEMSIZES, MAX_PAGE_BYTES, KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import ITEMSIZES, MAX_CACHES, MAX_PAGE_BYTES, CacheShape, KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 
 GEOMETRY = KVGeometry(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", page_size=16)
@@ -100,6 +100,87 @@ def test_a_page_over_the_bound_is_refused() -> None:
         KVGeometry(layers=1024, kv_heads=128, head_dim=256, dtype="float64", page_size=4096)
 
 
+INDEXED = dataclasses.replace(GEOMETRY, further=(CacheShape(3, 1, 132, "uint8", 1), CacheShape(2, 4, 6, "bfloat16")))
+
+
+def test_a_page_has_all_its_caches() -> None:
+    first, indexer, wider = INDEXED.caches
+    assert first == GEOMETRY == GEOMETRY.caches[0]
+    assert (indexer.layers, indexer.tensors, indexer.head_dim, indexer.dtype) == (3, 1, 132, "uint8")
+    assert (wider.kv_heads, wider.tensors, wider.page_size, wider.further) == (4, 2, GEOMETRY.page_size, ())
+    assert [cache.token_bytes for cache in INDEXED.caches] == [192, 3 * 132, 2 * 2 * 4 * 6 * 2]
+    assert INDEXED.token_bytes == sum(cache.token_bytes for cache in INDEXED.caches)
+    assert INDEXED.page_bytes == INDEXED.token_bytes * INDEXED.page_size
+    own = dataclasses.replace(INDEXED, layout=Layout.ENGINE, head_runs=2)
+    assert [cache.head_runs for cache in own.caches] == [2, 1, 2]
+
+
+def test_bytes_a_token_are_the_models_own() -> None:
+    latents = KVGeometry(61, 1, 576, "bfloat16", 64, Layout.ENGINE, tensors=1)
+    indexed = dataclasses.replace(latents, further=(CacheShape(61, 1, 132, "uint8", 1),))
+    packed = dataclasses.replace(indexed, head_dim=656, dtype="uint8")
+    found = {"V3": latents, "V3.2": indexed, "V3.2, fp8": packed}
+    for name, geometry in found.items():
+        print(f"{name}: {geometry.token_bytes:,} bytes a token")
+    assert [each.token_bytes for each in found.values()] == [70_272, 70_272 + 8_052, 61 * 656 + 8_052]
+
+
+def test_several_caches_go_over_the_wire() -> None:
+    data = INDEXED.to_proto().SerializeToString()
+    assert KVGeometry.from_proto(common.Geometry.FromString(data)) == INDEXED
+    message = INDEXED.to_proto()
+    message.further[1].tensors = 0
+    assert KVGeometry.from_proto(message) == INDEXED, "0 means K and V"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": 0}, r"geometry\.further\[1\]\.layers is 0; it must be 1 to 1024"),
+        ({"kv_heads": 4097}, r"geometry\.further\[1\]\.kv_heads is 4097"),
+        ({"head_dim": 0}, r"geometry\.further\[1\]\.head_dim is 0"),
+        ({"tensors": 3}, r"geometry\.further\[1\]\.tensors is 3; it must be 1 to 2"),
+        ({"dtype": "float31"}, r"geometry\.further\[1\]\.dtype is 'float31'; it must be one of"),
+    ],
+)
+def test_a_further_cache_out_of_bounds_is_named(change: dict[str, object], said: str) -> None:
+    message = INDEXED.to_proto()
+    for name, value in change.items():
+        setattr(message.further[1], name, value)
+    if change == {"tensors": 3}:
+        assert message.further[1].tensors == 3
+    with pytest.raises(ValueError, match=said):
+        KVGeometry.from_proto(message)
+
+
+def test_a_page_has_so_many_caches_and_no_more() -> None:
+    further = INDEXED.further[:1] * (MAX_CACHES - 1)
+    assert len(dataclasses.replace(INDEXED, further=further).caches) == MAX_CACHES
+    message = INDEXED.to_proto()
+    message.further.extend([message.further[0]] * 1000)
+    with pytest.raises(
+        ValueError, match=rf"geometry\.further, the number of entries, is {MAX_CACHES}; it must be 0 to 7"
+    ):
+        KVGeometry.from_proto(message)
+    wide = CacheShape(1024, 4096, 1 << 16, "float64")
+    with pytest.raises(ValueError, match=f"the bound is {MAX_PAGE_BYTES}"):
+        dataclasses.replace(INDEXED, further=(wide,))
+
+
+def test_who_says_nothing_of_further_caches_is_another_namespace() -> None:
+    """An older release leaves the field out: its pages lack those bytes, or have them in no known place."""
+    mine = dataclasses.replace(FACTS, geometry=INDEXED)
+    message = mine.to_proto()
+    message.geometry.ClearField("further")
+    older = NamespaceFacts.from_proto(message)
+    assert older.id != mine.id
+    (difference,) = differences(mine, older)
+    assert str(difference) == (
+        "geometry.further is 3 layers of 1 x 1 x 132 uint8, 2 layers of 2 x 4 x 6 bfloat16 here and none there; serve "
+        "the same model on both sides, with the same kvferry: an older one knows one cache alone"
+    )
+
+
 def test_an_unknown_layout_from_the_wire_is_named() -> None:
     message = common.Geometry.FromString(GEOMETRY.to_proto().SerializeToString() + bytes([6 << 3, 9]))
     with pytest.raises(ValueError, match=r"geometry\.layout is 9"):
@@ -126,6 +207,7 @@ OTHER_GEOMETRY: dict[str, object] = {
     "page_size": 32,
     "layout": Layout.PAGE_HND,
     "tensors": 1,
+    "further": (CacheShape(3, 1, 132, "uint8", 1),),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape, page_bytes_of
 from kvferry.transfer.geometry.rank_lanes import Heads, check_ranks, heads_of, lanes_of, rank_geometry, shards_of
 from tests.support.reshard import heads_of_rank
@@ -85,6 +85,27 @@ def test_held_by_several_ranks_it_comes_from_different_ones() -> None:
     assert [lane[:2] for lane in ends(MLA, 1, 2)] == [(0, 0), (0, 1)]
 
 
+def test_each_cache_has_lanes_of_its_own() -> None:
+    both = dataclasses.replace(GEOMETRY, further=(CacheShape(2, 1, 132, "uint8", 1), CacheShape(3, 2, 4, "uint8")))
+    lanes = lanes_of(both, 1, 4)
+    assert [(lane.receiver, lane.cache, lane.heads.first) for lane in lanes] == [
+        (rank, cache, (rank, 0, rank // 2)[cache]) for rank in range(4) for cache in range(3)
+    ]
+    for number, cache in enumerate(both.caches):
+        alone = [dataclasses.replace(lane, cache=number) for lane in lanes_of(cache, 1, 4)]
+        assert [lane for lane in lanes if lane.cache == number] == alone
+    own = rank_geometry(both, 4)
+    assert [cache.kv_heads for cache in own.caches] == [1, 1, 1]
+    assert page_bytes_of(both, 4) == 4 * own.page_bytes
+
+
+def test_a_further_cache_that_ranks_cannot_share_is_named() -> None:
+    odd = dataclasses.replace(GEOMETRY, further=(CacheShape(2, 1, 132, "uint8", 1), CacheShape(2, 3, 4, "uint8")))
+    for refuse in (check_ranks, page_bytes_of, lambda geometry, ranks: lanes_of(geometry, 1, ranks)):
+        with pytest.raises(ValueError, match=r"ranks is 4; it must divide geometry\.further\[1\]\.kv_heads = 3"):
+            refuse(odd, 4)
+
+
 def test_sizes_over_ranks() -> None:
     assert rank_geometry(GEOMETRY, 2).kv_heads == 2
     assert rank_geometry(MLA, 8) == MLA
@@ -101,8 +122,8 @@ def test_a_host_row_has_each_head_once(geometry: KVGeometry, ranks: int, shards:
     shape = PoolShape(geometry, ranks, StorageOrder.LAYER_MAJOR, 3)
     parts = shape.row_shards
     assert len(parts) == shards
-    assert [part.start for part in parts] == [i * shape.whole_rows[0].row_bytes for i in range(shards)]
-    assert shards * shape.whole_rows[0].row_bytes == shape.row_bytes == geometry.page_bytes
+    assert [part.start for part in parts] == [i * shape.whole_rows[0][0].row_bytes for i in range(shards)]
+    assert shards * shape.whole_rows[0][0].row_bytes == shape.row_bytes == geometry.page_bytes
     assert sorted(rank for part in parts for rank in part.ranks) == list(range(ranks))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvferry.proto import worker_pb2 as wire
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage, rank_storages
 from kvferry.transfer.geometry.registration import (
     GpuAllocation,
     RegisteredMemory,
@@ -39,7 +41,7 @@ def read(registration: Registration) -> Registration:
 def test_places_without_gaps_are_those_of_a_pool_of_the_daemons(order: StorageOrder) -> None:
     registration = registered(order, start=64)
     assert read(registration) == registration
-    found = registration.storage(0, GEOMETRY, [1000])
+    found = registration.storages(0, GEOMETRY, [1000])[0]
     plain = RankStorage.make(GEOMETRY, order, PAGES)
     assert np.array_equal(found.bases, plain.bases + 1064)
     assert np.array_equal(found.page_strides, plain.page_strides)
@@ -57,7 +59,7 @@ def test_tensors_of_several_allocations_may_be_interleaved_and_padded() -> None:
     registration = Registration(PAGES, StorageOrder.LAYER_MAJOR, (RegisteredRank(memories, tensors),))
     assert read(registration) == registration
     assert registration.on_gpus
-    found = registration.storage(0, GEOMETRY, [10_000, 20_000, 30_000])
+    found = registration.storages(0, GEOMETRY, [10_000, 20_000, 30_000])[0]
     assert found.bases.tolist() == [
         base + 512 + tensor * SIZE for base in (10_000, 20_000, 30_000) for tensor in (0, 1)
     ]
@@ -191,3 +193,52 @@ def test_interleaved_tensors_stay_within_their_stride() -> None:
             continue
         with pytest.raises(ValueError, match=r"tensors\[5\] with page_bytes .* overlaps tensors\[0\]"):
             read(registration)
+
+
+INDEXED = replace(GEOMETRY, further=(CacheShape(2, 1, 132, "uint8", 1),))
+
+
+def with_indexer(order: StorageOrder) -> Registration:
+    """All caches one behind the other in a file, as a pool of the daemon's has them."""
+    tensors: list[RegisteredTensor] = []
+    for number, storage in enumerate(rank_storages(INDEXED, order, PAGES)):
+        count, size = tensors_of(storage.geometry, order)
+        each = len(storage.bases) // count
+        places = zip(storage.bases[::each].tolist(), storage.page_strides[::each].tolist(), strict=True)
+        tensors += [RegisteredTensor(0, base, stride, size, number) for base, stride in places]
+    memory = RegisteredMemory(SharedFile("mine"), PAGES * INDEXED.page_bytes)
+    return Registration(PAGES, order, (RegisteredRank((memory,), tuple(tensors)),))
+
+
+@pytest.mark.parametrize("order", StorageOrder)
+def test_each_cache_has_tensors_of_its_own(order: StorageOrder) -> None:
+    registration = with_indexer(order)
+    assert Registration.from_proto(registration.to_proto(), INDEXED, 1) == registration
+    for found, plain in zip(
+        registration.storages(0, INDEXED, [1000]), rank_storages(INDEXED, order, PAGES), strict=True
+    ):
+        assert np.array_equal(found.bases, plain.bases + 1000)
+        assert np.array_equal(found.page_strides, plain.page_strides)
+
+
+@pytest.mark.parametrize(
+    ("cache", "size", "words"),
+    [
+        (0, 0, r"tensors has 4 entries; 3 layers of 2 tensors in storage LAYER_BLOCKS have 3"),
+        (2, 0, r"tensors of cache 1 has 1 entries; 2 layers of 1 tensors in storage LAYER_BLOCKS have 2"),
+        (1, 131, r"tensors\[4\]\.page_bytes is 131; a page of 4 tokens, 1 heads of 132 uint8 has 528 there"),
+    ],
+)
+def test_a_tensor_of_another_cache_is_named(cache: int, size: int, words: str) -> None:
+    message = with_indexer(StorageOrder.LAYER_BLOCKS).to_proto()
+    last = message.ranks[0].tensors[-1]
+    last.cache, last.page_bytes = cache, size or last.page_bytes
+    with pytest.raises(ValueError, match=words):
+        Registration.from_proto(message, INDEXED, 1)
+
+
+def test_a_tensor_of_no_cache_is_named() -> None:
+    message = with_indexer(StorageOrder.LAYER_BLOCKS).to_proto()
+    message.ranks[0].tensors.add(page_stride=1, page_bytes=1, cache=7)
+    with pytest.raises(ValueError, match=r"ranks\[0\]\.tensors\[\]\.cache is 7; it must be 0 to 1"):
+        Registration.from_proto(message, INDEXED, 1)

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout
 from kvferry.transfer.host_tier.index import (
     DIGEST_BYTES,
     ENTRY,
@@ -333,6 +333,7 @@ def test_the_fingerprint_tells_every_field() -> None:
             {"page_size": 32},
             {"layout": Layout.PAGE_HND},
             {"tensors": 1},
+            {"further": (CacheShape(3, 1, 132, "uint8", 1),)},
         )
     ]
     assert len(others) == len([field for field in dataclasses.fields(GEOMETRY) if field.compare])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,30 +44,40 @@ class Pool:
     def __init__(self, geometry: KVGeometry, ranks: int, order: StorageOrder) -> None:
         self.geometry = geometry
         self.shape = PoolShape(geometry, ranks, order, POOL_PAGES)
-        self.memories = [np.full(self.shape.storage.nbytes, POISON, np.uint8) for _ in range(ranks)]
-        self.views = [self.shape.storage.view(memory) for memory in self.memories]
-        self.heads = [heads_of_rank(geometry, ranks, rank) for rank in range(ranks)]
+        self.memories = [np.full(self.shape.rank_bytes, POISON, np.uint8) for _ in range(ranks)]
+        # Of each cache, of each rank.
+        self.views = [[storage.view(memory) for memory in self.memories] for storage in self.shape.storages]
+        self.heads = [[heads_of_rank(cache, ranks, rank) for rank in range(ranks)] for cache in geometry.caches]
 
     def store(self, page_id: int, row: bytes) -> None:
-        for view, heads in zip(self.views, self.heads, strict=True):
-            view[page_id] = self.by_head(row)[:, :, :, heads]
+        for views, heads, content in zip(self.views, self.heads, self.by_head(row), strict=True):
+            for view, own in zip(views, heads, strict=True):
+                view[page_id] = content[:, :, :, own]
 
     def holds(self, page_id: int, row: bytes) -> bool:
         return all(
-            np.array_equal(view[page_id], self.by_head(row)[:, :, :, heads])
-            for view, heads in zip(self.views, self.heads, strict=True)
+            np.array_equal(view[page_id], content[:, :, :, own])
+            for views, heads, content in zip(self.views, self.heads, self.by_head(row), strict=True)
+            for view, own in zip(views, heads, strict=True)
         )
 
     def fill(self, page_id: int, value: int) -> None:
-        for view in self.views:
+        for view in itertools.chain(*self.views):
             view[page_id] = value
 
     def is_filled(self, page_id: int, value: int) -> bool:
-        return all((view[page_id] == value).all() for view in self.views)
+        return all((view[page_id] == value).all() for view in itertools.chain(*self.views))
 
-    def by_head(self, row: bytes) -> np.ndarray:
-        shaped = np.frombuffer(row, np.uint8).reshape(*self.geometry.page_shape[:4], -1)
-        return shaped.transpose(0, 1, 3, 2, 4) if self.geometry.heads_first else shaped
+    def by_head(self, row: bytes) -> list[np.ndarray]:
+        """Each cache of it."""
+        found: list[np.ndarray] = []
+        start = 0
+        for cache in self.geometry.caches:
+            own = np.frombuffer(row, np.uint8, cache.page_bytes, start)
+            shaped = own.reshape(*cache.page_shape[:4], -1)
+            found.append(shaped.transpose(0, 1, 3, 2, 4) if cache.heads_first else shaped)
+            start += cache.page_bytes
+        return found
 
 
 def read_part(memory: np.ndarray, rows: RowMap, ids: Sequence[int], byte_offset: int, nbytes: int) -> bytes:

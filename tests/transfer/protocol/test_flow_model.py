@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.rank_lanes import shards_of
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.credit_groups import CreditGroups
@@ -47,12 +47,17 @@ def in_runs(geometry: KVGeometry, apart: bool) -> KVGeometry:
 
 def joins(sizes: Sizes) -> bool:
     """Its ranks can share the heads or need not, and a page takes no more parts than a test has time for."""
-    ranks = (sizes.senders, sizes.receivers)
-    heads = sizes.geometry.kv_heads
-    shared = sizes.geometry.tensors == 1 or all(heads % count == 0 or count % heads == 0 for count in ranks)
-    if sizes.geometry.layout is Layout.ENGINE and not sizes.geometry.head_runs:
-        shared = shared and len({len(shards_of(sizes.geometry, count)) for count in ranks}) == 1
-    return shared and sizes.geometry.page_bytes <= 16 * sizes.capacity
+    return all(_shared(cache, sizes) for cache in sizes.geometry.caches) and (
+        sizes.geometry.page_bytes <= 16 * sizes.capacity
+    )
+
+
+def _shared(cache: KVGeometry, sizes: Sizes) -> bool:
+    ranks, heads = (sizes.senders, sizes.receivers), cache.kv_heads
+    shared = cache.tensors == 1 or all(heads % count == 0 or count % heads == 0 for count in ranks)
+    if cache.layout is Layout.ENGINE and not cache.head_runs:
+        shared = shared and len({len(shards_of(cache, count)) for count in ranks}) == 1
+    return shared
 
 
 orders = st.sampled_from(StorageOrder)
@@ -67,6 +72,14 @@ sizes_of = st.builds(
     slots=st.sampled_from([1, 2, 3, 5, 8, 13]),
     send_slots=st.integers(1, 4),
 ).filter(joins)
+further_caches = st.builds(
+    CacheShape,
+    layers=st.integers(1, 2),
+    kv_heads=st.sampled_from([1, 2]),
+    head_dim=st.integers(1, 3),
+    dtype=st.sampled_from(["int8", "bfloat16"]),
+    tensors=st.integers(1, 2),
+)
 sizes_over_ranks = st.builds(
     Sizes,
     geometry=st.builds(
@@ -80,6 +93,7 @@ sizes_over_ranks = st.builds(
             page_size=st.integers(1, 3),
             layout=st.sampled_from(Layout),
             tensors=st.integers(1, 2),
+            further=st.lists(further_caches, max_size=2).map(tuple),
         ),
         st.booleans(),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -81,6 +82,32 @@ def test_pages_stay_where_a_daemon_stands_still(pair: Pair) -> None:
         pair.daemons["decode"].popen.send_signal(signal.SIGCONT)
     assert not pair.decode.arrived(ours)
     assert pair.decode.free_pages == free
+
+
+def test_prefill_computes_ahead_up_to_a_share_of_its_pages(one_rank: None) -> None:
+    """Then it waits, until decode has asked for what is computed or that is given up, with a word of SGLang's or
+    without."""
+    with DeviceStack() as stack, ExitStack() as patches:
+        pair = Pair(stack, patches, waiting_share=0.2)
+        try:
+            both = [pair.requests(new_prompt(8 * PAGE)) for _ in range(5)]
+            for theirs, _ in both:
+                pair.prefill.queue.add(theirs, 1)
+            may_begin = pair.prefill.queue.pop_bootstrapped()
+            assert may_begin == [both[0][0], both[1][0]]  # of 65 pages
+            assert pair.prefill.queue.pop_bootstrapped() == []
+            theirs, ours = both[0]
+            pair.prefill.compute(theirs)
+            pair.decode.admit(ours)
+            assert pair.decode.arrived(ours) and pair.prefill.is_sent(theirs)
+            assert pair.prefill.queue.pop_bootstrapped() == [both[2][0]]
+            both[2][0].disagg_kv_sender.abort()
+            assert pair.prefill.queue.pop_bootstrapped() == [both[3][0]]
+            both[3][0].disagg_kv_sender = None
+            gc.collect()
+            assert pair.prefill.queue.pop_bootstrapped() == [both[4][0]]
+        finally:
+            pair.close()
 
 
 def test_a_prompt_that_prefill_never_computes(pair: Pair) -> None:

@@ -1,0 +1,93 @@
+"""Finished requests' pages on their way to the daemon's host tier: what SGLang's radix cache evicts of them later comes
+back from there. Until they are copied they stay locked in the radix cache, so that SGLang gives them to nobody.
+
+All of it is called on the scheduler's thread. Ranks of one engine decide alike: locks are let go in the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.connectors.sglang.digests import seed_of
+from kvferry.connectors.sglang.transfers import PageTransfer, PollState, StoredPrompt
+
+TREE = "RadixCache"  # others have locks of their own kinds
+MAX_RUNNING = 256  # what finishes beyond stays in the radix cache alone
+LOOK_SECONDS = 0.001
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    transfer: PageTransfer
+    tree: Any
+    node: Any  # locked in the tree
+
+
+class FinishedPages:
+    """`add` what has finished; `tidy` in each step; `settle` before the radix cache is emptied."""
+
+    def __init__(
+        self,
+        store: Callable[[PageTransfer, list[int]], StoredPrompt],
+        hand_in: Callable[[StoredPrompt], None],
+        agree: Callable[[list[bool]], list[bool]],
+    ) -> None:
+        """`agree`: of each whether all ranks say so."""
+        self._store = store
+        self._hand_in = hand_in
+        self._agree = agree
+        self._running: list[_Running] = []
+
+    def add(self, name: Any, request: Any, tokens: Any, tree: Any) -> None:
+        """`request` has finished with these tokens, and the tree has what it keeps of them. `name`: of the store."""
+        if type(tree).__name__ != TREE or len(self._running) >= MAX_RUNNING:
+            return
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        found = tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, **_names_beside(request))))
+        length, page = len(found.device_indices), tree.page_size
+        if not length:
+            return
+        tree.inc_lock_ref(found.last_device_node)
+        transfer = PageTransfer(name, tokens[:length], page, seed_of(request), PollState.TRANSFERRING)
+        self._running.append(_Running(transfer, tree, found.last_device_node))
+        blocks = (found.device_indices[::page] // page).tolist()
+        self._hand_in(self._store(transfer, blocks))
+
+    def tidy(self) -> None:
+        """Lets go of what is copied, or failed to be: the daemon touches its pages no more."""
+        if not self._running:
+            return
+        over = self._agree([each.transfer.over for each in self._running])
+        for each, is_over in zip(self._running, over, strict=True):
+            if is_over:
+                each.tree.dec_lock_ref(each.node)
+                if each.transfer.reason:
+                    _log.debug("request %s was not stored: %s", each.transfer.name, each.transfer.reason)
+        self._running = [each for each, is_over in zip(self._running, over, strict=True) if not is_over]
+
+    def settle(self, seconds: float) -> None:
+        """Waits until nothing runs. TimeoutError: SGLang must not empty its radix cache."""
+        end = time.monotonic() + seconds
+        while True:
+            self.tidy()
+            if not self._running:
+                return
+            if time.monotonic() >= end:
+                raise TimeoutError(f"the daemon does not let go of {len(self._running)} finished requests' pages")
+            time.sleep(LOOK_SECONDS)
+
+
+def _names_beside(request: Any) -> dict[str, Any]:
+    """What SGLang's key has beside the tokens."""
+    beside = {"extra_key": request.extra_key}
+    if (salt := getattr(request, "cache_salt", None)) is not None:
+        beside["cache_salt"] = salt
+    return beside
