@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
 from kvferry.front.edge.metrics import CountedLeg, FrontMetrics
+from kvferry.front.upstream import Connections
 from kvferry.front.vllm_body import Body, Refusal
 from kvferry.front.vllm_names import NamedServers
 from kvferry.front.vllm_places import Place
@@ -132,8 +133,7 @@ class VllmFront:
         told = [place for place in (*self.config.prefill, *self.config.decode) if place.is_name]
         self.names = NamedServers(told, self.healthy, self._found)
         timeout = httpx.Timeout(self.config.first_token_s, connect=CONNECT_SECONDS)
-        limits = httpx.Limits(max_connections=2 * self.config.max_requests + 16)
-        self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self.client = httpx.AsyncClient(timeout=timeout, transport=Connections(), trust_env=False)
 
     async def close(self) -> None:
         await self.names.close()
