@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import httpx
@@ -124,7 +125,8 @@ class VllmFront:
     running: int = 0
     prefill: list[Server] = field(init=False)
     decode: list[Server] = field(init=False)
-    client: httpx.AsyncClient = field(init=False)
+    connections: Connections = field(default_factory=Connections)
+    client: httpx.AsyncClient = field(init=False)  # for what is no request's leg
     names: NamedServers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,8 +134,8 @@ class VllmFront:
         self.decode = [Server(place) for place in self.config.decode if not place.is_name]
         told = [place for place in (*self.config.prefill, *self.config.decode) if place.is_name]
         self.names = NamedServers(told, self.healthy, self._found)
-        timeout = httpx.Timeout(self.config.first_token_s, connect=CONNECT_SECONDS)
-        self.client = httpx.AsyncClient(timeout=timeout, transport=Connections(), trust_env=False)
+        timeout = _timeout(self.config.first_token_s)
+        self.client = httpx.AsyncClient(timeout=timeout, transport=self.connections, trust_env=False)
 
     async def close(self) -> None:
         await self.names.close()
@@ -261,7 +263,11 @@ class VllmFront:
 
     async def _posted(self, counted: CountedLeg, server: Server, leg: _Legs, body: bytes) -> httpx.Response:
         try:
-            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers(server))
+            reply = await self._sent(server, leg, body, self.config.first_token_s)
+            try:
+                await reply.aread()
+            finally:
+                await reply.aclose()
         except httpx.TransportError as error:
             counted.failed()
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -291,12 +297,8 @@ class VllmFront:
         stack.callback(_leave, server)
         span = stack.enter_context(tracing.span("decode leg", legs.traceparent, "client", server=server.url))
         leg = legs._replace(traceparent=span.traceparent)
-        timeout = httpx.Timeout(leg.said_within_s, connect=CONNECT_SECONDS)
-        request = self.client.build_request(
-            "POST", server.url + leg.path, content=body, headers=leg.headers(server), timeout=timeout
-        )
         try:
-            response = await self.client.send(request, stream=True)
+            response = await self._sent(server, leg, body, leg.said_within_s)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             server.down_until = self.clock() + DOWN_SECONDS
             raise _Away(503, f"decode server {server.url} cannot be reached: {type(error).__name__} {error}") from error
@@ -306,6 +308,13 @@ class VllmFront:
             raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
         stack.push_async_callback(response.aclose)
         return DecodeAnswer(response, b"", response.aiter_raw())
+
+    async def _sent(self, server: Server, leg: _Legs, body: bytes, within_s: float) -> httpx.Response:
+        """The reply's head. No cookies, redirects or proxies, for which httpx's client looks at each request."""
+        timeout = {"timeout": _timeout(within_s).as_dict()}
+        url = _url(server.url + leg.path)
+        request = httpx.Request("POST", url, headers=leg.headers(server), content=body, extensions=timeout)
+        return await self.connections.handle_async_request(request)
 
     async def _stream(self, reply: DecodeAnswer) -> AsyncGenerator[bytes, None]:
         if reply.first:
@@ -362,6 +371,16 @@ class StreamedReply(StreamingResponse):
     async def let_go(self) -> None:
         """Ends the call to the server; needed also where the reply is never sent."""
         await self._stack.aclose()
+
+
+@lru_cache(1024)
+def _url(text: str) -> httpx.URL:
+    return httpx.URL(text)
+
+
+@lru_cache(16)
+def _timeout(within_s: float) -> httpx.Timeout:
+    return httpx.Timeout(within_s, connect=CONNECT_SECONDS)
 
 
 def _was_sent(reply: httpx.Response) -> bool:
