@@ -124,7 +124,7 @@ def compared(axis: Any, drawn: Sequence[Case], title: str) -> None:
     axis.set_xticks(list(places), [case.name.replace(", ", "\n") for case in drawn])
     axis.set_title(title, loc="left")
     axis.tick_params(length=0)
-    axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
     axis.margins(y=0.15)
 
 
@@ -149,7 +149,7 @@ def hit_rate(results: Path) -> Figure:
     axis.set_xscale("log", base=2)
     axis.set_xticks(rates.blocks, [f"{size:,}" for size in rates.blocks])
     axis.set_ylim(0, 42)
-    axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
     axis.grid(axis="y", alpha=0.25)
     axis.set_xlabel("pool, blocks of 512 tokens")
     axis.set_title(f"prompt tokens found, %: {rates.requests} requests of a chat service", loc="left")

@@ -1,7 +1,11 @@
 """What the front end before vLLM costs: so many streams at a time of long prompts, before servers that do nothing.
 
     python bench/front_streams.py [--streams 64] [--tokens 10000] [--chunks 128] [--every-ms 12] [--seconds 20]
-        [--front "--processes 2"]
+        [--front "--processes 2"] [--beside]
+    python bench/front_streams.py --streams 128 --tokens 100 --chunks 4 --every-ms 1 --prefill-ms 1 --beside
+
+With --beside in the same run: the decode server without a front end, and behind a proxy of uvicorn and httpx that
+passes one call on and reads nothing. The second line: short streams, of which the front end's own work is nearly all.
 
 The prefill server answers after `--prefill-ms`, the decode server begins then and sends a chunk every `--every-ms`.
 Both, and the client, are processes of their own that parse no JSON. Cores: CPU seconds of the front end's processes, by
@@ -20,10 +24,16 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import httpx
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
 from kvferry.daemon.cli.stack import Stack
+from kvferry.front.server import listen
 
 ANSWER = json.dumps({"choices": [{"text": " a"}], "kv_transfer_params": {"do_remote_prefill": True}}).encode()
 CHUNK = (
@@ -95,6 +105,37 @@ def serve(load: Load, streams: bool, told: Connection) -> None:
         await server.serve_forever()
 
     asyncio.run(run())
+
+
+def proxy(upstream: int, told: Connection) -> None:
+    """Passes each request on to a port and its reply back: what a proxy of these libraries costs at least."""
+    client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        async with client.stream("POST", f"http://127.0.0.1:{upstream}{scope['path']}", content=body) as reply:
+            headers = [(b"content-type", reply.headers["content-type"].encode())]
+            await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+            async for chunk in reply.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = listen("127.0.0.1", 0)
+    told.send(listener.getsockname()[1])
+    config = uvicorn.Config(app, http="h11", lifespan="off", log_level="error", access_log=False)
+    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+def started(serve: Callable[..., None], *args: object) -> tuple[int, int]:
+    """The port of a server in a process of its own, and the process."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=serve, args=(*args, there), daemon=True)
+    process.start()
+    assert process.pid is not None
+    return here.recv(), process.pid
 
 
 @dataclass(slots=True)
@@ -173,28 +214,34 @@ def main() -> None:
     parser.add_argument("--prefill-ms", type=float, default=100.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--front", default="", help="more flags of kvferry front")
+    parser.add_argument("--beside", action="store_true", help="the same without a front end and behind a bare proxy")
     args = parser.parse_args()
     load = Load(args.streams, args.tokens, args.chunks, args.every_ms / 1e3, args.prefill_ms / 1e3, args.seconds)
-    ports = []
-    for streams in (False, True):
-        here, there = multiprocessing.Pipe()
-        multiprocessing.Process(target=serve, args=(load, streams, there), daemon=True).start()
-        ports.append(here.recv())
+    prefill, decode = started(serve, load, False), started(serve, load, True)
     print(
-        f"python {' '.join(sys.argv)}\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        f"python {' '.join(sys.argv)}\n{platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}; "
+        f"{load.streams} streams at a time, {load.tokens} tokens in, {load.chunks} chunks out"
     )
+    if args.beside:
+        tell("decode server alone", load, f"127.0.0.1:{decode[0]}", decode[1])
+        bare = started(proxy, decode[0])
+        tell("bare proxy", load, f"127.0.0.1:{bare[0]}", bare[1])
     with Stack() as stack:
-        words = ["front", "--listen", "127.0.0.1:0", "--vllm-prefill", f"p=http://127.0.0.1:{ports[0]}"]
-        front = stack.start("front", [*words, "--vllm-decode", f"http://127.0.0.1:{ports[1]}", *args.front.split()])
-        address = stack.ready(front)
-        measure(Load(8, load.tokens, 8, 0.01, 0.05, WARM_SECONDS), address, front.popen.pid)
-        done, cpu, wall = measure(load, address, front.popen.pid)
+        words = ["front", "--listen", "127.0.0.1:0", "--vllm-prefill", f"p=http://127.0.0.1:{prefill[0]}"]
+        front = stack.start("front", [*words, "--vllm-decode", f"http://127.0.0.1:{decode[0]}", *args.front.split()])
+        tell("front end", load, stack.ready(front), front.popen.pid)
+
+
+def tell(name: str, load: Load, address: str, pid: int) -> None:
+    measure(Load(8, load.tokens, 8, 0.01, 0.05, WARM_SECONDS), address, pid)
+    done, cpu, wall = measure(load, address, pid)
     late = 1e3 * (done.first_s / done.requests - load.prefill_s)
     print(
-        f"{load.streams} streams at a time, {load.tokens} tokens in, {load.chunks} chunks out: "
-        f"{done.requests / wall:.1f} requests/s, {done.chunks / wall:.0f} chunks/s, {cpu / wall:.2f} cores, "
+        f"{name}: {done.requests / wall:.1f} requests/s, {done.chunks / wall:.0f} chunks/s, {cpu / wall:.2f} cores, "
         f"{1e3 * cpu / done.requests:.1f} ms of CPU a request, {1e6 * cpu / done.chunks:.0f} us a chunk; "
-        f"first chunk {late:.1f} ms behind the server's"
+        f"first chunk {late:.1f} ms behind the server's",
+        flush=True,
     )
 
 

@@ -93,14 +93,15 @@ class Others(Protocol):
 
 
 async def run_legs(
-    request: LegsRequest, decode: EngineLink, prefill: EngineLink | None, others: Others
+    request: LegsRequest, decode: EngineLink, prefill: EngineLink | None, others: Others, *, other_decode: bool = False
 ) -> AsyncGenerator[LegEvent, None]:
     """The request's events: LegStarted, Generated or LegPaused..., LegEnded. Raises ApiError.
 
     Without a prefill server the decode server computes what it lacks. A prefill that fails before the prompt is ready
     is tried once elsewhere, as attempt 2: what has arrived stays with the decode server's daemon and is not sent again.
     Where there is no other server, or it fails, too, and prefill is away (503), decode is asked alone; else so does the
-    request. Closing the iterator before its end cancels both calls.
+    request. With `other_decode` a decode server that is away is not asked again: the caller has another one. Closing
+    the iterator before its end cancels both calls.
     """
     deadline = asyncio.get_running_loop().time() + request.first_token_s
     for attempt in range(1, ATTEMPTS + 1):
@@ -115,7 +116,7 @@ async def run_legs(
             error = failure.error if isinstance(failure, PrefillFailed) else failure
             of_prefill = isinstance(failure, PrefillFailed) or error.of_prefill
             tell = _PREFILL_MAY_DIFFER if of_prefill else _MAY_BE_OF_PREFILL
-            if prefill is None or ready or error.status not in tell:
+            if prefill is None or ready or error.status not in tell or (other_decode and not of_prefill):
                 raise error from failure
             other = others.elsewhere(prefill) if attempt < ATTEMPTS - 1 else None
             if other is None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from kvferry import tracing
 from kvferry.channels import ClientTls
 from kvferry.front.chat import ChatMessage, ChatTemplateError, Tokenizer
-from kvferry.front.edge.metrics import FrontMetrics
+from kvferry.front.edge.metrics import AloneReason, FrontMetrics
 from kvferry.front.engines import EngineLink, Engines, ServedModel
-from kvferry.front.errors import invalid, model_not_found, overloaded, unavailable
-from kvferry.front.legs import Generated, LegPaused, LegsRequest, LegStarted, run_legs
+from kvferry.front.errors import ApiError, invalid, model_not_found, overloaded, unavailable
+from kvferry.front.legs import Generated, LegEvent, LegPaused, LegsRequest, LegStarted, run_legs
 from kvferry.front.lookup import Lookups
 from kvferry.front.openai_types import ChatRequest, CompletionRequest
 from kvferry.front.reply_memory import ChatPrompt, ChatPrompts, ReplyMemory, SpliceCounts
@@ -32,9 +34,13 @@ from kvferry.front.routing import (
 from kvferry.front.stats import FrontStats, LookupsReport, RepliesReport, ServerReport, StatsReport
 from kvferry.front.text import Delta, ReplyText
 from kvferry.proto import engine_pb2
+from kvferry.proto.limits import REQUEST_ID_BYTES
 from kvferry.secret_files import BearerToken
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+DECODE_SERVERS = 3  # that a request is given to at most: it may be the request that ends them
+
+_log = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -92,6 +98,37 @@ Piece = ReplyBegun | Delta | Finished
 class Route(NamedTuple):
     decode: EngineLink
     prefill: EngineLink | None  # None: the decode server computes what it lacks
+    alone: AloneReason | None = None  # why so
+
+
+@dataclass(slots=True)
+class _Placed:
+    """The servers that have a request now. It is counted once as one without prefill, wherever it goes."""
+
+    service: FrontService
+    route: Route
+    counted: bool = False
+
+    def elsewhere(self, failed: EngineLink) -> EngineLink | None:
+        """Another prefill server, for a request that failed at this one; None: decode is to compute it."""
+        others = [link for link in self.service.engines.prefill if link.up and link is not failed]
+        if not others:
+            return None
+        self.service.stats.tried_again += 1
+        return others[choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in others])]
+
+    def alone(self) -> None:
+        """Told that the request's prefill servers are away."""
+        self.count("prefill_failed")
+
+    def count(self, reason: AloneReason | None) -> None:
+        if reason is None or self.counted:
+            return
+        self.counted = True
+        stats = self.service.stats
+        stats.local_prefill += reason != "prefill_failed"
+        stats.decode_alone += reason != "short"
+        self.service.metrics.alone(reason)
 
 
 class FrontService:
@@ -168,13 +205,11 @@ class FrontService:
         )
         self.stats.add_replies(prompt.counts)
         self.stats.prompt_tokens += len(prompt.tokens)
-        if route.prefill is None:
-            self.stats.local_prefill += 1
-            self.metrics.alone("short")
         reply = ReplyText(served.tokenizer, stop_tokens=stop_tokens, stops=request.stop)
         started = LegStarted(0, 0, 0, 0)
         reason = "stop"
-        async with aclosing(run_legs(legs, route.decode, route.prefill, self)) as events:
+        placed = _Placed(self, route)
+        async with aclosing(self._anywhere(served, legs, placed)) as events:
             async for event in events:
                 if isinstance(event, LegStarted):
                     started = event
@@ -203,10 +238,51 @@ class FrontService:
             prompt_tokens=len(prompt.tokens),
             output_tokens=len(reply.tokens),
             started=started,
-            decode=route.decode.address,
-            prefill=None if route.prefill is None else route.prefill.address,
+            decode=placed.route.decode.address,
+            prefill=None if placed.route.prefill is None else placed.route.prefill.address,
             replies=prompt.counts,
         )
+
+    async def _anywhere(
+        self, served: ServedModel, legs: LegsRequest, placed: _Placed
+    ) -> AsyncGenerator[LegEvent, None]:
+        """The request's events. A decode server that is away before it has said anything is left for another one."""
+        clock = asyncio.get_running_loop().time
+        first_token_at = clock() + legs.first_token_s
+        left: list[EngineLink] = []
+        while True:
+            decode, prefill, alone = placed.route
+            placed.count(alone)
+            elsewhere = len(left) + 1 < DECODE_SERVERS and any(
+                link.up and link is not decode and link not in left for link in self.engines.decode
+            )
+            begun = False
+            try:
+                async with aclosing(run_legs(legs, decode, prefill, placed, other_decode=elsewhere)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
+                return
+            except ApiError as error:
+                away = error.status == HTTPStatus.SERVICE_UNAVAILABLE and not error.of_prefill
+                if begun or not away or not elsewhere or clock() >= first_token_at:
+                    raise
+                left.append(decode)
+                try:
+                    placed.route = await self._route(
+                        served, legs.tokens, legs.max_new_tokens, warmup=legs.warmup, without=left
+                    )
+                except ApiError:  # the others have gone meanwhile
+                    raise error from None
+                self.stats.moved += 1
+                # Another name: a daemon may still have the first one, and end it now.
+                again = replace(
+                    legs,
+                    request_id=secrets.token_bytes(REQUEST_ID_BYTES),
+                    first_token_s=max(0.001, first_token_at - clock()),
+                )
+                _log.info("request %s goes on as %s: %s", legs.request_id.hex(), again.request_id.hex(), error)
+                legs = again
 
     async def _prompt(self, request: Request, tokenizer: Tokenizer) -> ChatPrompt:
         if isinstance(request, ChatRequest):
@@ -243,8 +319,16 @@ class FrontService:
             raise invalid("max_tokens", message, code="context_length_exceeded")
         return asked
 
-    async def _route(self, served: ServedModel, tokens: list[int], max_new_tokens: int, *, warmup: bool) -> Route:
-        links = [link for link in self.engines.decode if link.up]
+    async def _route(
+        self,
+        served: ServedModel,
+        tokens: list[int],
+        max_new_tokens: int,
+        *,
+        warmup: bool,
+        without: Sequence[EngineLink] = (),
+    ) -> Route:
+        links = [link for link in self.engines.decode if link.up and link not in without]
         local = min((_local_prefill_max_tokens(link) for link in links), default=0)
         lookups: list[Lookup | None] = [None] * len(links)
         # Nothing of a warm-up is matched, whatever its servers hold.
@@ -262,24 +346,11 @@ class FrontService:
         chosen = choose_decode(candidates, pages=pages, page_size=served.page_size, rule=self.config.rule)
         unmatched = len(tokens) - candidates[chosen].matched_tokens
         if unmatched <= _local_prefill_max_tokens(links[chosen]):
-            return Route(links[chosen], None)
+            return Route(links[chosen], None, "short")
         if not prefills:
-            self.stats.decode_alone += 1
-            return Route(links[chosen], None)
+            return Route(links[chosen], None, "no_prefill")
         prefill = choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in prefills])
         return Route(links[chosen], prefills[prefill])
-
-    def elsewhere(self, failed: EngineLink) -> EngineLink | None:
-        """Another prefill server, for a request that failed at this one; None: decode is to compute it."""
-        others = [link for link in self.engines.prefill if link.up and link is not failed]
-        if not others:
-            return None
-        self.stats.tried_again += 1
-        return others[choose_prefill([PrefillCandidate(link.outstanding, link.assigned) for link in others])]
-
-    def alone(self) -> None:
-        """Counts a request whose prefill servers are away."""
-        self.stats.decode_alone += 1
 
     def _count_started(self, started: LegStarted) -> None:
         self.stats.matched_tokens += started.matched_tokens
@@ -303,6 +374,7 @@ class FrontService:
             local_prefill=stats.local_prefill,
             paused=stats.paused,
             tried_again=stats.tried_again,
+            moved=stats.moved,
             decode_alone=stats.decode_alone,
             prompt_tokens=stats.prompt_tokens,
             matched_tokens=stats.matched_tokens,

@@ -48,6 +48,7 @@ class StatsReport(BaseModel):
     local_prefill: int  # no prefill server was used
     paused: int  # times that a running request waited for pages again
     tried_again: int  # prefills that failed and were tried once at another server
+    moved: int  # times that a request was given to another decode server, since the first one was away
     decode_alone: int  # requests whose prompts decode computed, since no prefill server was there
     prompt_tokens: int
     matched_tokens: int
@@ -70,6 +71,7 @@ class FrontStats:
     local_prefill: int = 0
     paused: int = 0
     tried_again: int = 0  # prefills that failed before the prompt was ready
+    moved: int = 0
     decode_alone: int = 0
     prompt_tokens: int = 0
     matched_tokens: int = 0

@@ -9,8 +9,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import httpx
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
 from kvferry.front.edge.metrics import CountedLeg, FrontMetrics
+from kvferry.front.upstream import Connections
 from kvferry.front.vllm_body import Body, Refusal
 from kvferry.front.vllm_names import NamedServers
 from kvferry.front.vllm_places import Place
@@ -93,6 +95,7 @@ class VllmCounts:
     requests: int = 0
     alone: int = 0  # went to decode only, since it cannot be split or no prefill server is up
     again: int = 0  # prefill failed before the first byte: decode was asked once more, alone
+    moved: int = 0  # times that another decode server was asked, since one could not be reached
     refused: int = 0
 
 
@@ -103,6 +106,10 @@ class DecodeAnswer(NamedTuple):
     first: bytes
     rest: AsyncIterator[bytes]
     counted: CountedLeg | None = None
+
+
+class _Away(Refusal):
+    """A decode server that cannot be reached."""
 
 
 class VllmPrefillFailed(Exception):
@@ -118,7 +125,8 @@ class VllmFront:
     running: int = 0
     prefill: list[Server] = field(init=False)
     decode: list[Server] = field(init=False)
-    client: httpx.AsyncClient = field(init=False)
+    connections: Connections = field(default_factory=Connections)
+    client: httpx.AsyncClient = field(init=False)  # for what is no request's leg
     names: NamedServers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,9 +134,8 @@ class VllmFront:
         self.decode = [Server(place) for place in self.config.decode if not place.is_name]
         told = [place for place in (*self.config.prefill, *self.config.decode) if place.is_name]
         self.names = NamedServers(told, self.healthy, self._found)
-        timeout = httpx.Timeout(self.config.first_token_s, connect=CONNECT_SECONDS)
-        limits = httpx.Limits(max_connections=2 * self.config.max_requests + 16)
-        self.client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        timeout = _timeout(self.config.first_token_s)
+        self.client = httpx.AsyncClient(timeout=timeout, transport=self.connections, trust_env=False)
 
     async def close(self) -> None:
         await self.names.close()
@@ -160,26 +167,49 @@ class VllmFront:
         stack = contextlib.AsyncExitStack()
         stack.callback(left)
         try:
-            decode = self.choose_decode(body.head)
-            splits = path in SPLIT_PATHS and body.can_be_split
-            prefill = self.choose_prefill() if splits else None
             span = stack.enter_context(tracing.span("request", tracing.checked(caller.traceparent), "server"))
             within_s = self.config.first_token_s if body.streamed else self.config.reply_s
             authorization = self.authorization(caller.authorization)
             legs = _Legs(path, span.traceparent, authorization, caller.request_id, within_s)
-            if prefill is None:
-                self.counts.alone += 1
-                if path in SPLIT_PATHS:
-                    self.metrics.alone("no_prefill" if splits else "whole")
-                reply = await self._begun(stack, decode, legs, body.alone())
-            else:
-                reply = await self._both(stack, prefill, decode, legs, body)
+            reply = await self._anywhere(stack, legs, body)
         except BaseException:
             await stack.aclose()
             raise
         told = reply.response.headers
         headers = {name: told[name] for name in _PASSED_ON if name in told}
         return StreamedReply(self._stream(reply), stack, reply.response.status_code, headers)
+
+    async def _anywhere(self, stack: contextlib.AsyncExitStack, legs: _Legs, body: Body) -> DecodeAnswer:
+        """An answer begun. A decode server that cannot be reached has been sent nothing: another one is asked."""
+        gone: list[Server] = []
+        while True:
+            decode = self.choose_decode(body.head, gone)
+            inner = contextlib.AsyncExitStack()
+            try:
+                reply = await self._at(inner, decode, legs, body)
+                stack.push_async_exit(inner)
+                return reply
+            except _Away as error:
+                await inner.aclose()
+                gone.append(decode)
+                if all(server in gone for server in self.decode):
+                    raise
+                self.counts.moved += 1
+                _log.warning("%s; another one is asked", error)
+            except BaseException:
+                await inner.aclose()
+                raise
+
+    async def _at(self, stack: contextlib.AsyncExitStack, decode: Server, legs: _Legs, body: Body) -> DecodeAnswer:
+        splits = legs.path in SPLIT_PATHS and body.can_be_split
+        prefill = self.choose_prefill() if splits else None
+        if prefill is not None:
+            return await self._both(stack, prefill, decode, legs, body)
+        reply = await self._begun(stack, decode, legs, body.alone())
+        self.counts.alone += 1  # not before: one that cannot be reached computes nothing
+        if legs.path in SPLIT_PATHS:
+            self.metrics.alone("no_prefill" if splits else "whole")
+        return reply
 
     async def _both(
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: _Legs, body: Body
@@ -201,9 +231,10 @@ class VllmFront:
             _log.warning("prefill server %s: %s; decode goes on alone", prefill.url, error)
             await _cancelled(asking)
             await inner.aclose()
+            alone = await self._begun(stack, decode, legs, body.alone())
             self.counts.again += 1
             self.metrics.alone("prefill_failed")
-            return await self._begun(stack, decode, legs, body.alone())
+            return alone
         except BaseException:
             await _cancelled(asking)
             await inner.aclose()
@@ -232,7 +263,11 @@ class VllmFront:
 
     async def _posted(self, counted: CountedLeg, server: Server, leg: _Legs, body: bytes) -> httpx.Response:
         try:
-            reply = await self.client.post(server.url + leg.path, content=body, headers=leg.headers(server))
+            reply = await self._sent(server, leg, body, self.config.first_token_s)
+            try:
+                await reply.aread()
+            finally:
+                await reply.aclose()
         except httpx.TransportError as error:
             counted.failed()
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -262,23 +297,24 @@ class VllmFront:
         stack.callback(_leave, server)
         span = stack.enter_context(tracing.span("decode leg", legs.traceparent, "client", server=server.url))
         leg = legs._replace(traceparent=span.traceparent)
-        timeout = httpx.Timeout(leg.said_within_s, connect=CONNECT_SECONDS)
-        request = self.client.build_request(
-            "POST", server.url + leg.path, content=body, headers=leg.headers(server), timeout=timeout
-        )
         try:
-            response = await self.client.send(request, stream=True)
+            response = await self._sent(server, leg, body, leg.said_within_s)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             server.down_until = self.clock() + DOWN_SECONDS
-            raise Refusal(
-                503, f"decode server {server.url} cannot be reached: {type(error).__name__} {error}"
-            ) from error
+            raise _Away(503, f"decode server {server.url} cannot be reached: {type(error).__name__} {error}") from error
         except httpx.TimeoutException as error:
             raise Refusal(504, f"decode server {server.url} did not answer within {leg.said_within_s:g} s") from error
         except httpx.TransportError as error:
             raise Refusal(502, f"decode server {server.url}: {type(error).__name__} {error}") from error
         stack.push_async_callback(response.aclose)
         return DecodeAnswer(response, b"", response.aiter_raw())
+
+    async def _sent(self, server: Server, leg: _Legs, body: bytes, within_s: float) -> httpx.Response:
+        """The reply's head. No cookies, redirects or proxies, for which httpx's client looks at each request."""
+        timeout = {"timeout": _timeout(within_s).as_dict()}
+        url = _url(server.url + leg.path)
+        request = httpx.Request("POST", url, headers=leg.headers(server), content=body, extensions=timeout)
+        return await self.connections.handle_async_request(request)
 
     async def _stream(self, reply: DecodeAnswer) -> AsyncGenerator[bytes, None]:
         if reply.first:
@@ -305,10 +341,11 @@ class VllmFront:
         up = [server for server in self.prefill if server.down_until <= now]
         return min(up, key=lambda server: server.running, default=None)
 
-    def choose_decode(self, head: bytes) -> Server:
+    def choose_decode(self, head: bytes, without: Sequence[Server] = ()) -> Server:
         """The server where this conversation's beginning belongs, unless it has much more to do than the others."""
         now = self.clock()
-        up = [server for server in self.decode if server.down_until <= now] or self.decode
+        known = [server for server in self.decode if server not in without]
+        up = [server for server in known if server.down_until <= now] or known
         if not up:
             raise Refusal(503, "no decode server is known: none of those that DNS names is well")
         bound = self.config.load_factor * sum(server.running for server in up) / len(up) + self.config.load_slack
@@ -334,6 +371,16 @@ class StreamedReply(StreamingResponse):
     async def let_go(self) -> None:
         """Ends the call to the server; needed also where the reply is never sent."""
         await self._stack.aclose()
+
+
+@lru_cache(1024)
+def _url(text: str) -> httpx.URL:
+    return httpx.URL(text)
+
+
+@lru_cache(16)
+def _timeout(within_s: float) -> httpx.Timeout:
+    return httpx.Timeout(within_s, connect=CONNECT_SECONDS)
 
 
 def _was_sent(reply: httpx.Response) -> bool:

@@ -1,5 +1,4 @@
-"""Plots (needs matplotlib). Of a run: TTFT by turn, the distribution of latencies, the hit rate over time. Of two runs:
-one picture of both. Every tick is a whole number."""
+"""Plots of a run, or one picture of two (needs matplotlib). Every tick is a whole number."""
 
 from __future__ import annotations
 
@@ -96,8 +95,8 @@ def _whole_ticks(*lines: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     for line in lines:
-        scaled = line.get_scale() == "log"
-        line.set_major_locator(LogLocator(subs=(1, 2, 5)) if scaled else MaxNLocator(8, integer=True, min_n_ticks=1))
+        even = MaxNLocator(8, integer=True, min_n_ticks=1, steps=(1, 2, 5, 10))
+        line.set_major_locator(LogLocator(subs=(1, 2, 5)) if line.get_scale() == "log" else even)
         line.set_major_formatter(FuncFormatter(_whole))
         line.set_minor_formatter(FuncFormatter(_nothing))
 

@@ -43,7 +43,8 @@ def queries() -> Iterator[tuple[str, str]]:
     dashboard = json.loads(DASHBOARD.read_text())
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
-            text = target["expr"].replace("$__rate_interval", "1m").replace("$instance", ".*").replace("$role", ".*")
+            text = target["expr"].replace("$__rate_interval", "1m").replace("$__range", "1h")
+            text = text.replace("$instance", ".*").replace("$role", ".*")
             yield panel["title"], text
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
@@ -111,6 +112,30 @@ def test_the_dashboard_can_be_provisioned() -> None:
     assert set(re.findall(r"\$\{?([a-z]\w*)", text)) <= variables
     boxes = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
     assert all(x + w <= 24 for _, w, x, _ in boxes)
+
+
+def test_the_first_row_says_good_or_bad_at_a_glance() -> None:
+    row, *panels = json.loads(DASHBOARD.read_text())["panels"]
+    first = [panel for panel in panels if panel["gridPos"]["y"] == row["gridPos"]["y"] + 1]
+    assert row["type"] == "row" and row["gridPos"]["y"] == 0 and sum(panel["gridPos"]["w"] for panel in first) == 24
+    for panel in first:
+        defaults, options = panel["fieldConfig"]["defaults"], panel["options"]
+        steps = [(step["color"], step["value"]) for step in defaults["thresholds"]["steps"]]
+        assert panel["type"] == "stat" and options["colorMode"] == "background" and panel["description"]
+        assert len(panel["targets"]) == 1, "one number"
+        assert steps[0][1] is None and {"green", "red"} <= {color for color, _ in steps}
+        values = [value for _, value in steps[1:]]
+        assert values == sorted(values) and defaults["color"]["mode"] == "thresholds"
+    shown = " ".join(panel["targets"][0]["expr"] for panel in first)
+    for name in (
+        "hit_tokens",
+        "requests_ended",
+        "checksum_mismatches",
+        "failed_copy",
+        "dropped_pages",
+        "evictable_pages",
+    ):
+        assert f"kvferry_{name}" in shown
 
 
 def test_six_alerts_each_with_what_to_do() -> None:

@@ -161,7 +161,9 @@ def test_files_and_comparison(stack: Stack, capsys: pytest.CaptureFixture[str], 
     for name in ("a", "b"):
         report_of(stack, capsys, *SMALL, "--json", str(tmp_path / f"{name}.json"), "--csv", str(tmp_path / "x.csv"))
     report_of(stack, capsys, *SMALL, "--json", str(tmp_path / "a.json"), "--goodput", "ttft:60000")
-    assert loadgen("--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")) == 0
+    both = ("--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    assert loadgen(*both, "--plots", str(tmp_path / "both")) == 0
+    assert [path.name for path in (tmp_path / "both").iterdir()] == ["compared.png"]
     out = capsys.readouterr().out
     for words in ("goodput, requests/s", "matched tokens", "bytes moved"):  # rows behind one that B has not
         assert words in out

@@ -18,7 +18,7 @@ from kvferry.loadgen.daemon_stats import DaemonCounts, Reading, StatsError, coun
 from kvferry.loadgen.dialogue import ChatDialogue, Generation, Reply, ReplyError, TokenDialogue
 from kvferry.loadgen.distributions import Constant
 from kvferry.loadgen.files import FileError, read_report, write_csv, write_json, write_requests
-from kvferry.loadgen.plots import hit_rates, write_plots
+from kvferry.loadgen.plots import hit_rates, write_comparison, write_plots
 from kvferry.loadgen.report import Target, distribution, make_report
 from kvferry.loadgen.runner import RunRecord, TurnRecord
 from kvferry.loadgen.workload import MultiTurn
@@ -155,6 +155,32 @@ def test_plots(tmp_path: Path) -> None:
     paths = write_plots(make_report(record, None), record.turns, tmp_path / "plots")
     assert [path.name for path in paths] == ["ttft_by_turn.png", "latency.png", "hit_rate.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+@pytest.mark.parametrize("scale", [1, 40])
+def test_two_runs_in_one_picture_whose_ticks_are_whole(
+    scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure", reason="plots need matplotlib")
+    drawn = []
+    save = figure_module.Figure.savefig
+
+    def kept(figure: object, *args: object, **options: object) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(figure_module.Figure, "savefig", kept)
+    turns = tuple(turn(i, i % 2, first=scale * (0.0001 + i / 1e6)) for i in range(9))
+    reports = [make_report(RunRecord(turns[:n], 0, 2.0), DaemonCounts(moved_bytes=n * scale * 10**6)) for n in (4, 9)]
+    assert write_comparison(("off.json", "on.json"), reports, tmp_path).name == "compared.png"
+    write_plots(reports[1], turns, tmp_path)
+    (both, *_) = drawn
+    assert [text.get_text() for text in both.legends[0].get_texts()] == ["A: off.json", "B: on.json"]
+    assert [bar.get_height() for bar in both.axes[4].patches] == [4 * scale, 9 * scale]
+    for axis in (axis for figure in drawn for axis in figure.axes):
+        ticks = [label.get_text() for label in (*axis.get_xticklabels(), *axis.get_yticklabels())]
+        assert [tick for tick in ticks if tick] and not [tick for tick in ticks if "." in tick], ticks
+        assert len(set(axis.get_yticks())) == len(axis.get_yticks())
 
 
 @asynccontextmanager

@@ -1,0 +1,124 @@
+"""Connections to servers, kept from one request to the next. httpx's own pool looks at all that it has four times a
+request, which was a quarter of the front end's CPU time at 32 streams, and grows with their number.
+
+How many there are is bounded by the requests that run. What has been idle for `IDLE_SECONDS` is closed when another
+connection of the same server comes back.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import httpcore
+import httpx
+
+IDLE_SECONDS = 5.0  # as httpx has it
+_ERRORS: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
+    (httpcore.ConnectTimeout, httpx.ConnectTimeout),
+    (httpcore.ReadTimeout, httpx.ReadTimeout),
+    (httpcore.WriteTimeout, httpx.WriteTimeout),
+    (httpcore.TimeoutException, httpx.PoolTimeout),
+    (httpcore.ConnectError, httpx.ConnectError),
+    (httpcore.ReadError, httpx.ReadError),
+    (httpcore.WriteError, httpx.WriteError),
+    (httpcore.NetworkError, httpx.NetworkError),
+    (httpcore.RemoteProtocolError, httpx.RemoteProtocolError),
+    (httpcore.LocalProtocolError, httpx.LocalProtocolError),
+    (httpcore.ProtocolError, httpx.ProtocolError),
+)
+_CAUGHT = tuple(ours for ours, _ in _ERRORS)
+_Origin = tuple[bytes, bytes, int]
+_PORTS = {"http": 80, "https": 443}
+
+
+class Connections(httpx.AsyncBaseTransport):
+    """A transport that takes the connection that was used last."""
+
+    def __init__(self) -> None:
+        self._idle: dict[_Origin, deque[httpcore.AsyncHTTPConnection]] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        origin = (url.raw_scheme, url.raw_host, url.port or _PORTS[url.scheme])
+        connection = await self._taken(origin)
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        asked = httpcore.Request(
+            request.method,
+            httpcore.URL(scheme=origin[0], host=origin[1], port=url.port, target=url.raw_path),
+            headers=request.headers.raw,
+            content=request.stream,
+            extensions=request.extensions,
+        )
+        try:
+            answer = await connection.handle_async_request(asked)
+        except _CAUGHT as error:
+            await connection.aclose()
+            raise _as_httpx(error) from error
+        except BaseException:
+            await connection.aclose()
+            raise
+        stream = _Answer(answer, connection, lambda: self._back(origin, connection))
+        return httpx.Response(answer.status, headers=answer.headers, stream=stream, extensions=answer.extensions)
+
+    async def _taken(self, origin: _Origin) -> httpcore.AsyncHTTPConnection:
+        idle = self._idle.setdefault(origin, deque())
+        while idle:
+            connection = idle.pop()
+            if not connection.has_expired():  # nor has its server closed it
+                return connection
+            await connection.aclose()
+        scheme, host, port = origin
+        if scheme == b"https" and self._tls is None:
+            self._tls = httpx.create_ssl_context(trust_env=False)
+        return httpcore.AsyncHTTPConnection(
+            httpcore.Origin(scheme, host, port), ssl_context=self._tls, keepalive_expiry=IDLE_SECONDS
+        )
+
+    async def _back(self, origin: _Origin, connection: httpcore.AsyncHTTPConnection) -> None:
+        """Keeps the connection if another request can go through it."""
+        idle = self._idle.setdefault(origin, deque())
+        if connection.is_idle():
+            idle.append(connection)
+        while idle and idle[0].has_expired():
+            await idle.popleft().aclose()
+        if not idle:
+            del self._idle[origin]
+
+    async def aclose(self) -> None:
+        idle, self._idle = [each for kept in self._idle.values() for each in kept], {}
+        for connection in idle:
+            await connection.aclose()
+
+
+class _Answer(httpx.AsyncByteStream):
+    """A reply's bytes; at its end, whichever, the connection is given back."""
+
+    def __init__(
+        self, answer: httpcore.Response, connection: httpcore.AsyncHTTPConnection, back: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._answer, self._connection, self._back, self._open = answer, connection, back, True
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for part in self._answer.aiter_stream():
+                yield part
+        except _CAUGHT as error:
+            raise _as_httpx(error) from error
+
+    async def aclose(self) -> None:
+        if self._open:
+            self._open = False
+            try:
+                await self._answer.aclose()
+            except BaseException:
+                await self._connection.aclose()
+                raise
+            await self._back()
+
+
+def _as_httpx(error: Exception) -> httpx.TransportError:
+    """The error that httpx's own transport raises in this one's place."""
+    return next(theirs for ours, theirs in _ERRORS if isinstance(error, ours))(str(error))

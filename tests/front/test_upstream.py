@@ -1,0 +1,149 @@
+"""The front end's connections to its servers: kept, closed, and never two requests' at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from kvferry.front import upstream
+from kvferry.front.upstream import Connections
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Upstream:
+    """A server of bytes: it counts its connections, and answers each request by its path."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.open = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.opened += 1
+        self.open += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                path = head.split(b" ", 2)[1]
+                if path == b"/whole":
+                    writer.write(WHOLE)
+                elif path == b"/then-closed":
+                    writer.write(WHOLE)
+                    return
+                elif path == b"/half":
+                    writer.write(CHUNKED + b"2\r\nok\r\n")
+                    return
+                elif path == b"/endless":
+                    writer.write(CHUNKED + b"2\r\nok\r\n")
+                elif path == b"/nothing":
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def world() -> AsyncIterator[tuple[Upstream, httpx.AsyncClient]]:
+    up = Upstream()
+    server = await asyncio.start_server(up.serve, "127.0.0.1", 0)
+    up.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = httpx.AsyncClient(transport=Connections(), base_url=up.url, timeout=5, trust_env=False)
+    async with client:
+        yield up, client
+    await none_open(up)
+    server.close()
+
+
+async def none_open(up: Upstream, left: int = 0) -> None:
+    for _ in range(500):
+        if up.open == left:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{up.open} connections are open")
+
+
+def test_requests_one_behind_the_other_have_one_connection() -> None:
+    async def run() -> None:
+        async with world() as (up, client):
+            for _ in range(5):
+                assert (await client.get("/whole")).text == "ok"
+            assert up.opened == 1
+            await asyncio.gather(*(client.get("/whole") for _ in range(4)))
+            assert up.opened == 4
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_its_server_has_closed_costs_no_request() -> None:
+    async def run() -> None:
+        async with world() as (up, client):
+            for _ in range(3):
+                assert (await client.get("/then-closed")).text == "ok"
+                await none_open(up)
+            assert up.opened == 3
+
+    asyncio.run(run())
+
+
+def test_a_reply_that_is_left_ends_its_connection() -> None:
+    async def run() -> None:
+        async with world() as (up, client):
+            async with client.stream("GET", "/endless") as reply:
+                assert await anext(reply.aiter_raw()) == b"ok"
+            await none_open(up)
+            asking = asyncio.create_task(client.get("/endless"))
+            while up.opened < 2:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await none_open(up)
+            assert (await client.get("/whole")).text == "ok"
+
+    asyncio.run(run())
+
+
+def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "IDLE_SECONDS", 0.1)
+
+    async def run() -> None:
+        async with world() as (up, client):
+            await asyncio.gather(*(client.get("/whole") for _ in range(4)))
+            await asyncio.sleep(0.2)
+            assert (await client.get("/whole")).text == "ok"  # by a new one: all of those are too old
+            await none_open(up, 1)
+            assert up.opened == 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [("/half", httpx.RemoteProtocolError), ("/nothing", httpx.RemoteProtocolError)]
+)
+def test_what_breaks_off_is_httpx_own_error(path: str, error: type[Exception]) -> None:
+    async def run() -> None:
+        async with world() as (up, client):
+            with pytest.raises(error):
+                await client.get(path)
+            with pytest.raises(httpx.ReadTimeout):
+                await client.get("/endless", timeout=0.1)
+            await none_open(up)
+
+    asyncio.run(run())
+
+
+def test_who_cannot_be_reached_is_httpx_own_error() -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(transport=Connections(), trust_env=False) as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get("http://127.0.0.1:9/")
+            with pytest.raises(httpx.ConnectError):
+                await client.get("http://nobody.invalid/")
+
+    asyncio.run(run())
