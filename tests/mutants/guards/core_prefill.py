@@ -116,7 +116,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "a late worker hears that its request is over",
-        "daemon/core/prefill_entries.py",
+        _ENTRIES,
         "EntryKeeper.refusal",
         "if entry.done else None",
         "if False else None",
@@ -132,7 +132,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "the rendezvous table has a bound for workers",
-        "daemon/core/prefill_entries.py",
+        _ENTRIES,
         "EntryKeeper.refusal",
         "return self._table.make_room()",
         "return None",
