@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -54,10 +55,11 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 9 else -1
 
 
-def announce(address: str, dp_rank: int, daemon: str) -> None:
-    """Tells a bootstrap server, at host:port, the daemon's name. It may be about to start: that is waited for."""
+def announce(address: str, dp_rank: int, daemon: str, outdated: threading.Event) -> None:
+    """Tells a bootstrap server, at host:port, the daemon's name, until it is outdated. One that is about to start is waited
+    for."""
     end = time.monotonic() + ANNOUNCE_SECONDS
-    while True:
+    while not outdated.is_set():
         try:
             body: dict[str, int | str] = {"dp_rank": dp_rank, "daemon": daemon}
             answer = requests.put(f"http://{address}{ROUTE}", json=body, timeout=ASK_SECONDS)
@@ -69,7 +71,7 @@ def announce(address: str, dp_rank: int, daemon: str) -> None:
         if time.monotonic() >= end:
             _log.error("the bootstrap server at %s does not take the daemon's name: %s", address, error)
             return
-        time.sleep(RETRY_SECONDS)
+        outdated.wait(RETRY_SECONDS)
 
 
 def tell_rank(address: str, room: int, dp_rank: int) -> None:

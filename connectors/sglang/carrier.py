@@ -29,7 +29,7 @@ from kvferry.waiting import have_ended, slices
 
 STOP_SECONDS = 10.0
 ABORT_SECONDS, ABORT_LOOK_SECONDS = 30.0, 0.0005  # a copy that runs takes milliseconds
-LOOK_SECONDS = 0.5  # between two questions for a peer's name
+ASKERS = 4  # questions at a time: hosts that do not answer take seconds each
 MEANWHILE = "requests wait or fail"
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Carrier:
         settings: BackendSettings,
         connect: OpenSession,
         write_row: Callable[[int, bytes], None],
-        connected: Callable[[str, bytes], None],
+        connected: Callable[[str, bytes, threading.Event], None],
     ) -> None:
         self.there = False
         """Whether there is a session."""
@@ -55,7 +55,9 @@ class Carrier:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
         self._copier = ThreadPoolExecutor(1, "kvferry steps", initializer=name_thread, initargs=("kvferry steps",))
-        self._asker = ThreadPoolExecutor(1, "kvferry peers", initializer=name_thread, initargs=("kvferry peers",))
+        self._asker = ThreadPoolExecutor(ASKERS, "kvferry peers", initializer=name_thread, initargs=("kvferry peers",))
+        self._teller = ThreadPoolExecutor(1, "kvferry name", initializer=name_thread, initargs=("kvferry name",))
+        self._outdated = threading.Event()  # what the newest session has told is said no more
         settled = asyncio.Event()
         settled.set()  # SGLang makes its manager behind its CUDA graphs
         self._sessions = Sessions(
@@ -115,7 +117,7 @@ class Carrier:
         raise TimeoutError(f"the daemon does not let go of the pages of request {transfer.name}")
 
     def ask(self, question: Callable[[], None]) -> None:
-        """Has something asked over the network, on a thread; one question at a time."""
+        """Has something asked over the network, on a thread."""
         self._asker.submit(question)
 
     def close(self) -> None:
@@ -127,6 +129,8 @@ class Carrier:
             self._loop.call_soon_threadsafe(self._loop.stop)
             have_ended([self._thread], STOP_SECONDS)
         self._copier.shutdown(wait=True)
+        self._outdated.set()
+        self._teller.shutdown(wait=True, cancel_futures=True)
         self._asker.shutdown(wait=True, cancel_futures=True)
 
     # -- the loop's
@@ -145,13 +149,17 @@ class Carrier:
         self.stows = there and client is not None and client.welcome.stows
         self.there = there
         if there and client is not None:
-            self._asker.submit(self._connected, client.welcome.daemon, client.welcome.namespace_id)
+            self._outdated.set()
+            self._outdated = threading.Event()
+            told = client.welcome
+            self._teller.submit(self._connected, told.daemon, told.namespace_id, self._outdated)
 
     async def _quiet(self) -> None:
         """Ends all that uses the session that is over; each transfer waits itself for what the daemon may still do."""
-        for transfer in self._tasks:
+        for transfer in list(self._tasks):
             transfer.reason = transfer.reason or "the session with the daemon is over"
-        for task in [*self._tasks.values(), *self._transfers.behind]:
+            self._cancel(transfer)
+        for task in self._transfers.behind:
             task.cancel()
 
     def _begin(
@@ -170,6 +178,6 @@ class Carrier:
         work = task.get_coro()
         assert inspect.iscoroutine(work)
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-            self._loop.call_soon(task.cancel)  # once it has begun: other ranks may wait for its word
+            self._loop.call_soon(task.cancel)  # once it has begun: it sets its state, and other ranks wait for its word
         else:
             task.cancel()

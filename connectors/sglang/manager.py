@@ -6,7 +6,6 @@ import hashlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,8 @@ from kvferry.client.requests import RequestName
 from kvferry.connectors.lookups import HeldPrefixes
 from kvferry.connectors.sglang import engine, facts
 from kvferry.connectors.sglang.bootstrap import announce, daemon_of, tell_rank
-from kvferry.connectors.sglang.carrier import ABORT_SECONDS, LOOK_SECONDS, Carrier
+from kvferry.connectors.sglang.carrier import Carrier
+from kvferry.connectors.sglang.peers import PeerNames
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import BackendSettings
 from kvferry.connectors.sglang.stores import FinishedPages
@@ -31,6 +31,7 @@ from kvferry.proto import common_pb2
 # SGLang's scheduler never rests: for so long another thread waits for its turn. Python's own 5 ms are felt several
 # times in each request.
 SWITCH_SECONDS = 0.0005
+SETTLE_SECONDS = 5.0  # that a flush of SGLang's cache waits for copies
 HELD_SECONDS = 5.0  # that the daemon's answer is waited for
 LATE_MS = 1  # SGLang answers for prefill, and frees its pages, when the last word of a prompt comes
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -50,14 +51,12 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._ranks = queue.gloo_group
         self.tree = getattr(queue, "tree_cache", None)  # decode's
         self._device = str(queue.token_to_kv_pool.device)
-        self._peers: dict[tuple[str, int], str] = {}  # names of prefill daemons
-        self._asked: dict[tuple[str, int], float] = {}
-        self._peers_lock = threading.Lock()
+        self.peers = PeerNames(lambda question: self.carrier.ask(question), daemon_of)
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         own = self._own(queue, args)
         self._held: HeldPrefixes | None = None
-        self.finished = FinishedPages(self._stored, lambda order: self.carrier.store(order), self._agree)
         most = self.settings.waiting_share * int(min(args.kv_data_lens) // args.kv_item_lens[0])
+        self.finished = FinishedPages(most, self._stored, lambda order: self.carrier.store(order), self._agree)
         self.waiting = WaitingPrompts(most, lambda order: self.carrier.stow(order), lambda: self.carrier.stows)
         self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
@@ -99,31 +98,11 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         host = bootstrap_addr.rpartition(":")[0].strip("[]")
         return RequestName(hashlib.sha256(f"sglang {host} {room}".encode()).digest()[:16], 1)
 
-    def peer_of(self, bootstrap_addr: str, dp_rank: int) -> str:
-        """The name of the daemon beside a prefill engine; empty: it is not known yet, and is being asked for."""
-        key = bootstrap_addr, dp_rank
-        with self._peers_lock:
-            name, now = self._peers.get(key, ""), time.monotonic()
-            if not name and now >= self._asked.get(key, 0.0):
-                self._asked[key] = now + LOOK_SECONDS
-                self.carrier.ask(partial(self._ask, key))
-        return name
-
-    def forget_peer(self, bootstrap_addr: str, dp_rank: int) -> None:
-        """It may have another daemon since."""
-        with self._peers_lock:
-            self._peers.pop((bootstrap_addr, dp_rank), None)
-
-    def _ask(self, key: tuple[str, int]) -> None:
-        if name := daemon_of(*key):
-            with self._peers_lock:
-                self._peers[key] = name
-
     def tell_rank(self, bootstrap_addr: str, room: int) -> None:
         """Has the bootstrap server know that this rank computes the room's prompt."""
         self.carrier.ask(partial(tell_rank, bootstrap_addr, room, self.system_dp_rank))
 
-    def _connected(self, daemon: str, namespace_id: bytes) -> None:
+    def _connected(self, daemon: str, namespace_id: bytes, outdated: threading.Event) -> None:
         if not self.is_prefill:
             if self._held is None and self.attn_tp_size == 1:
                 socket = self.settings.at_rank(self.system_dp_rank, self.system_dp_size)
@@ -133,7 +112,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             if self.dist_init_addr:
                 host = NetworkAddress.parse(self.dist_init_addr).resolved().host
             address = NetworkAddress(_WILDCARDS.get(host, host), self.bootstrap_port).to_host_port_str()
-            announce(address, self.system_dp_rank, daemon)
+            announce(address, self.system_dp_rank, daemon, outdated)
 
     # -- the GPU
 
@@ -165,9 +144,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         name = f"sglang store {request.bootstrap_host} {request.bootstrap_room} {len(tokens)}"
         self.finished.add(RequestName(hashlib.sha256(name.encode()).digest()[:16], 1), request, tokens, tree)
 
-    def settle_finished(self) -> None:
-        """Nothing of the radix cache is read behind this."""
-        self.finished.settle(ABORT_SECONDS)
+    def settle_finished(self) -> bool:
+        """Whether nothing of the radix cache is read behind this, on any rank."""
+        return self.finished.settle(SETTLE_SECONDS)
 
     def _stored(self, transfer: PageTransfer, blocks: list[int]) -> StoredPrompt:
         return StoredPrompt(transfer, blocks, self.begun())

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 BACKEND = "kvferry"
+_log = logging.getLogger(__name__)
 WEIGHTS_STAY = "kvferry's pages are of the weights that the engine started with: start it anew to have others"
 WEIGHT_UPDATES = {
     "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
@@ -35,11 +37,12 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue._init_kv_manager", _with_queue, HookType.AROUND)
         HookRegistry.register(f"{decode}._create_receiver_and_enqueue", _give_receiver, HookType.AFTER)
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.create_sender", _give_sender, HookType.AFTER)
+        HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _look, HookType.BEFORE)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
         inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
         HookRegistry.register(inflight, _give_back, HookType.BEFORE)
-        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.BEFORE)
+        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.AROUND)
         for way, answer in WEIGHT_UPDATES.items():
             HookRegistry.register(f"{_UPDATER}.{way}", partial(_update_weights, answer), HookType.AROUND)
 
@@ -82,6 +85,12 @@ def _give_sender(result: Any, queue: Any, request: Any, *args: Any, **kwargs: An
         request.disagg_kv_sender.take_request(request)
 
 
+def _look(queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Prompts are about to be asked whether they may be computed."""
+    if queue.transfer_backend.value == BACKEND:
+        queue.kv_manager.waiting.look()
+
+
 def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
     """A request gives its pages back: a decode engine's to the radix cache, unless it was given up."""
     from kvferry.connectors.sglang.engine import manager_of
@@ -112,12 +121,15 @@ def _give_back(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         queue.kv_manager.waiting.give_back(scheduler)
 
 
-def _settle(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """The radix cache is about to be emptied."""
+def _settle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """The radix cache is emptied, unless the daemon reads of it: False is SGLang's own word for that it was not."""
     from kvferry.connectors.sglang.engine import manager_of
 
-    if (manager := manager_of(scheduler.tree_cache)) is not None:
-        manager.settle_finished()
+    manager = manager_of(scheduler.tree_cache)
+    if manager is None or manager.settle_finished():
+        return original(scheduler, *args, **kwargs)
+    _log.warning("the cache is not flushed: the daemon still copies pages of requests that have finished")
+    return False
 
 
 def _update_weights(answer: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._dp_rank: int | None = None
         self._born = time.monotonic()
         self._transfer: PageTransfer | None = None
-        self._handed = False
+        self._handed = self._aborted = False
         self._state = PollState.BOOTSTRAPPING  # until it is handed in
         self._reason = ""
         self._prefill = ""  # name of its daemon
@@ -78,8 +78,8 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
                 state = self._state = self._bootstrapped()
         if state in (PollState.FAILED, PollState.SUCCESS) and self.conclude_state is None:
             self.conclude_state = state
-            if state is PollState.FAILED and self._dp_rank is not None:
-                self.kv_mgr.forget_peer(self.bootstrap_addr, self._dp_rank)
+            if state is PollState.FAILED and self._dp_rank is not None and not self._aborted:
+                self.kv_mgr.peers.forget(self.bootstrap_addr, self._dp_rank)
         return state
 
     def _bootstrapped(self) -> PollState:
@@ -88,7 +88,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
             if self._transfer is None:
                 self._fail("it has no request: kvferry's hooks were not applied")
                 return self._state
-            self._prefill = self.kv_mgr.peer_of(self.bootstrap_addr, self._dp_rank)
+            self._prefill = self.kv_mgr.peers.find(self.bootstrap_addr, self._dp_rank)
             if self._prefill and self.kv_mgr.carrier.there:
                 return PollState.WAITING_FOR_INPUT
             lacks = "a session with the daemon" if self._prefill else "the name of prefill's daemon"
@@ -106,6 +106,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Ends the transfer: its state is FAILED as soon as nothing is written into its pages any more."""
+        self._aborted = True
         if self._handed and self._transfer is not None:
             self.kv_mgr.carrier.abort(self._transfer)
         else:

@@ -54,10 +54,12 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         self._transfer = PageTransfer(name, request.origin_input_ids, self.kv_mgr.kv_args.page_size, seed)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """`num_kv_indices`: pages of the prompt, all of them; `aux_index`: its metadata row."""
+        """All ranks may compute it. `num_kv_indices`: all pages of the prompt; `aux_index`: its metadata row."""
         assert self._transfer is not None and num_kv_indices == self._transfer.pages
         assert aux_index is not None
         self._pages, self._row = num_kv_indices, aux_index
+        self._state = PollState.WAITING_FOR_INPUT
+        self.kv_mgr.waiting.ahead.add(self)
 
     def pop_decode_prefix_len(self) -> int:
         """Nothing is known here of what decode has: its daemon asks for the rest only."""
@@ -100,14 +102,13 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         else:
             state = self._state
             if state is PollState.BOOTSTRAPPING:
-                state = self._state = self._bootstrapped()
+                state = self._bootstrapped()
         if state in (PollState.FAILED, PollState.SUCCESS):
             self.conclude_state = state
         return state
 
     def _bootstrapped(self) -> PollState:
-        if self.kv_mgr.carrier.there and self._transfer is not None and self.kv_mgr.waiting.has_room:
-            self.kv_mgr.waiting.ahead.add(self)
+        if self.kv_mgr.carrier.there and self._transfer is not None and self.kv_mgr.waiting.take_in(self):
             return PollState.WAITING_FOR_INPUT
         if time.monotonic() - self._born > self.kv_mgr.bootstrap_timeout:
             there = "decode has no room" if self.kv_mgr.carrier.there else "there is no session with the daemon"

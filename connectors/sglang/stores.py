@@ -16,8 +16,8 @@ from kvferry.connectors.sglang.digests import seed_of
 from kvferry.connectors.sglang.transfers import PageTransfer, PollState, StoredPrompt
 
 TREE = "RadixCache"  # others have locks of their own kinds
-MAX_RUNNING = 256  # what finishes beyond stays in the radix cache alone
 LOOK_SECONDS = 0.001
+MAX_TOLD = 20  # reasons
 
 _log = logging.getLogger(__name__)
 
@@ -34,26 +34,34 @@ class FinishedPages:
 
     def __init__(
         self,
+        most: float,
         store: Callable[[PageTransfer, list[int]], StoredPrompt],
         hand_in: Callable[[StoredPrompt], None],
         agree: Callable[[list[bool]], list[bool]],
     ) -> None:
-        """`agree`: of each whether all ranks say so."""
+        """`most`: pages that may be locked; what finishes beyond stays in the radix cache alone. `agree`: of each
+        whether all ranks say so."""
+        self._most = most
         self._store = store
         self._hand_in = hand_in
         self._agree = agree
         self._running: list[_Running] = []
+        self._told: set[str] = set()
 
     def add(self, name: Any, request: Any, tokens: Any, tree: Any) -> None:
         """`request` has finished with these tokens, and the tree has what it keeps of them. `name`: of the store."""
-        if type(tree).__name__ != TREE or len(self._running) >= MAX_RUNNING:
-            return
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
+        if type(tree).__name__ != TREE or "device_indices" not in MatchResult._fields:
+            self._tell(f"a radix cache of the kind {type(tree).__name__} is not served in this version of SGLang")
+            return
         found = tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, **_names_beside(request))))
         length, page = len(found.device_indices), tree.page_size
         if not length:
+            return
+        if length // page + sum(each.transfer.pages for each in self._running) > self._most:
+            self._tell(f"{len(self._running)} prompts are being copied, and may lock {self._most:.0f} pages together")
             return
         tree.inc_lock_ref(found.last_device_node)
         transfer = PageTransfer(name, tokens[:length], page, seed_of(request), PollState.TRANSFERRING)
@@ -70,19 +78,25 @@ class FinishedPages:
             if is_over:
                 each.tree.dec_lock_ref(each.node)
                 if each.transfer.reason:
-                    _log.debug("request %s was not stored: %s", each.transfer.name, each.transfer.reason)
+                    self._tell(each.transfer.reason)
         self._running = [each for each, is_over in zip(self._running, over, strict=True) if not is_over]
 
-    def settle(self, seconds: float) -> None:
-        """Waits until nothing runs. TimeoutError: SGLang must not empty its radix cache."""
+    def settle(self, seconds: float) -> bool:
+        """Waits until nothing runs. False: something does, on some rank, and SGLang must not empty its radix cache."""
         end = time.monotonic() + seconds
         while True:
             self.tidy()
             if not self._running:
-                return
-            if time.monotonic() >= end:
-                raise TimeoutError(f"the daemon does not let go of {len(self._running)} finished requests' pages")
+                return True
+            if all(self._agree([time.monotonic() >= end])):
+                return False
             time.sleep(LOOK_SECONDS)
+
+    def _tell(self, why: str) -> None:
+        """Says once why something that has finished is not in the host tier."""
+        if why not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(why)
+            _log.warning("a finished request's pages are not kept in the host tier: %s", why)
 
 
 def _names_beside(request: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ INTERFACES: dict[str, tuple[tuple[str, ...], ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": (("empty_cache",),),
     f"{_PD}.prefill:PrefillBootstrapQueue._init_kv_manager": ((),),
     f"{_PD}.prefill:PrefillBootstrapQueue.create_sender": (("req", "num_kv_heads"),),
+    f"{_PD}.prefill:PrefillBootstrapQueue.pop_bootstrapped": (("return_failed_reqs", "rids_to_check"), ()),
     f"{_PD}.prefill:SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue": (("rids_to_check",),),
     f"{_PD}.prefill:maybe_release_metadata_buffer": (("req", "allocator"),),
     f"{_PD}.utils:MetadataBuffers.get_buf_infos": ((),),

@@ -31,14 +31,25 @@ class WaitingPrompts:
     def __init__(self, most: float, stow: Callable[[SentPrompt], None], stows: Callable[[], bool]) -> None:
         """most: pages that they may hold. stow: has the daemon take one's pages. stows: whether it does such things."""
         self.ahead: WeakSet[PromptAhead] = WeakSet()  # SGLang forgets some without a word
+        self._next: WeakSet[PromptAhead] = WeakSet()  # which this rank would take in; all must
         self._most = most
         self._stow = stow
         self._stows = stows
 
+    def look(self) -> None:
+        """Prompts are about to ask anew: what one rank alone would have taken in has no room yet."""
+        self._next.clear()
+
+    def take_in(self, prompt: PromptAhead) -> bool:
+        """Whether it may be computed before decode has room for it, as far as this rank says."""
+        if there_is := self.has_room:
+            self._next.add(prompt)
+        return there_is
+
     @property
     def has_room(self) -> bool:
         """Whether another prompt may be computed before decode has room for it. Where it may not, room is made."""
-        over = sum(prompt.pages_held for prompt in self.ahead) - self._most
+        over = sum(each.pages_held for each in {*self.ahead, *self._next}) - self._most
         if over >= 0 and self._stows():
             self._make_room(over)
         return over < 0

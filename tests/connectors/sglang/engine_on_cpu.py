@@ -7,6 +7,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -89,7 +90,7 @@ class Engine:
 
     def _make_queues(self, bootstrap_port: int) -> None:
         from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
-        from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+        from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue, SchedulerDisaggregationPrefillMixin
         from sglang.srt.disaggregation.utils import TransferBackend
 
         common = {
@@ -110,6 +111,8 @@ class Engine:
             if self.role == "prefill":
                 self.queue = PrefillBootstrapQueue(token_to_kv_pool=self.shared.pool, pp_size=1, **common)
                 self.scheduler.disagg_prefill_bootstrap_queue = self.queue
+                failed = SchedulerDisaggregationPrefillMixin.handle_bootstrap_failure
+                self.scheduler.handle_bootstrap_failure = partial(failed, self.scheduler)
             else:
                 self.transfers = DecodeTransferQueue(
                     dist.group.WORLD, self.row_numbers, 0, self.rows, self.scheduler, self.tree

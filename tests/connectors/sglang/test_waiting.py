@@ -88,3 +88,16 @@ def test_where_there_was_no_room_it_is_tried_again_later(seconds: float, again: 
     with mock.patch("time.monotonic", return_value=100.0 - AGAIN_SECONDS + seconds):
         assert not world.waiting.has_room
     assert world.moved == ([order] if again else [])
+
+
+def test_what_one_rank_alone_would_take_in_keeps_no_room() -> None:
+    """Ranks see a prompt end in different steps, and so may find room for different ones: none of them is taken in."""
+    world = World(10)
+    first, second = Ahead(None, 10), Ahead(None, 10)
+    world.waiting.look()
+    assert world.waiting.take_in(second) and not world.waiting.take_in(first)
+    world.waiting.look()
+    assert world.waiting.take_in(first) and not world.waiting.take_in(second), "in the order of the queue, on all ranks"
+    world.waiting.ahead.add(first)
+    world.waiting.look()
+    assert not world.waiting.take_in(second), "what all ranks took in does"
