@@ -18,6 +18,7 @@ from kvferry.daemon.core.effects import ToWorker
 from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError
 from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.core.way_back.choice import ALWAYS, WayBackLimits
 from kvferry.daemon.peers import discovery, session
 from kvferry.daemon.peers.session import Session, SessionSetup, SessionTimes
 from kvferry.daemon.sides.gathering import check_rank
@@ -68,6 +69,20 @@ def progress_blocks(count: int) -> str | None:
     begin = wire.Begin(name=NAME.to_proto(), digests=digests(2), tokens=8, blocks=[0])
     core.begin(1, bytes(32), NAME, begin, 60.0, 0.0, SHAPE.of_begin(begin))
     core.progress(1, NAME, 2, 0.0, range(1, count))
+    told = [effect.event for effect in core.take_effects() if isinstance(effect, ToWorker)]
+    return next((event.failed.error.message for event in told if event.WhichOneof("kind") == "failed"), None)
+
+
+def fetch_blocks(count: int) -> str | None:
+    limits = PrefillLimits(table=8, way_back=WayBackLimits(ALWAYS, 64))
+    core = PrefillCore(Cache(16, PAGE, limits=CacheLimits(in_blocks=True)), limits)
+    core.fetches.session_up(1)
+    begin = wire.Begin(name=NAME.to_proto(), digests=digests(2), tokens=8, patience=wire.PATIENCE_FETCH)
+    core.begin(1, bytes(32), NAME, begin, 60.0, 0.0, SHAPE.of_begin(begin))
+    ask = peer.Ask(name=NAME.to_proto(), namespace_id=bytes(32), tokens=8, held_tokens=4)
+    ask.last_full_digest = digests(2)[-32:]
+    core.ask(1, NAME, ask, 60.0, 0.0)
+    core.fetch(1, NAME, wire.Fetch(name=NAME.to_proto(), blocks=range(count)), 0.0)
     told = [effect.event for effect in core.take_effects() if isinstance(effect, ToWorker)]
     return next((event.failed.error.message for event in told if event.WhichOneof("kind") == "failed"), None)
 
@@ -269,6 +284,7 @@ MORE: dict[str, Limit] = {
     "blocks of an Admit": past(admit_blocks, 4, "blocks has 5 entries from token 0 on; it must have 1 to 4"),
     "blocks of a Begin": past(begin_blocks, 4, "blocks has 5 entries behind 0; the prompt has 4"),
     "blocks of a Progress": past(progress_blocks, 4, "blocks has 4 entries behind 1; the prompt has 4"),
+    "blocks of a Fetch": past(fetch_blocks, 4, "blocks has 5 entries behind 0; the prompt has 4"),
     "a block's number": past(block_number, 7, "blocks has 8; the engine has blocks 0 to 7"),
     "tokens of a block": past(block_tokens, PAGE, "pool.block_tokens is 5; a page of 4 tokens is no whole number"),
     "page tokens": past(page_tokens, 8, "page_tokens has 9 tokens from first_token 0 on"),

@@ -93,6 +93,7 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "Begin.traceparent": Case("traceparent"),
     "Begin.blocks": Case("blocks of a Begin"),
     "Progress.blocks": Case("blocks of a Progress"),
+    "Fetch.blocks": Case("blocks of a Fetch"),
     "Aux.blob": Case("aux of a worker"),
     "Finish.digests": Case("digests of Finish"),
     "PageTokens.tokens": Case("page tokens"),

@@ -112,7 +112,7 @@ def test_nothing_is_fetched_for_an_engine_that_does_not_wait() -> None:
 
 @pytest.mark.parametrize("state", ["queued", "parked"])
 def test_an_engine_does_not_wait_for_pages_longer_than_for_an_ask(state: str) -> None:
-    side = full_pool(AUTO)
+    side = full_pool()
     full = FULL if state == "queued" else POOL - 1
     side.begin_a(now=5.0, full=full)
     assert side.state is (EntryState.WAITING if state == "queued" else EntryState.PARKED)
