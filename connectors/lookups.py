@@ -80,6 +80,12 @@ class HeldPrefixes:
         found = self._daemon
         return found.index.held_pages(digests, self._namespace_id) if found is not None and found.lives else 0
 
+    def look_in(self, namespace_id: bytes) -> None:
+        """It is another namespace than was thought. Does not wait."""
+        self._request = worker_pb2.HeldRequest(role=self._request.role, namespace_id=namespace_id)
+        self._namespace_id = namespace_id
+        self._ask.set()
+
     def ask_again(self) -> None:
         """Has the daemon's name, bounds and index asked for: it may be another daemon. Does not wait."""
         self._ask.set()

@@ -13,7 +13,7 @@ first request comes: the scheduler's half decides (`scheduler_side`), the worker
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -37,7 +38,7 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import facts as vllm_facts
 from kvferry.connectors.vllm import versions as vllm_versions
 from kvferry.connectors.vllm.block_ids import BlockIds, is_empty
-from kvferry.connectors.vllm.caches import Unfit, looks_ahead
+from kvferry.connectors.vllm.caches import Unfit, has_unlike_caches, looks_ahead
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
@@ -79,6 +80,13 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return KVFerryWorkerMetadata(self.news.then(other.news))
 
 
+@dataclass(frozen=True, slots=True)
+class KVFerryNamespace(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """The namespace of layers with unlike caches, which the scheduler's half is not told of."""
+
+    id: bytes
+
+
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of it, in the scheduler's process or the worker's. Configurations that it cannot serve are refused when
     it is made, hybrid models (several KV cache groups) among them."""
@@ -95,7 +103,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._settings = Settings.of(transfer.kv_connector_extra_config).at_rank(*vllm_facts.dp_of(vllm_config))
         except ValueError as error:
             raise Unfit(str(error)) from error
-        block_tokens = vllm_facts.check_config(vllm_config, kv_cache_config)
+        check = vllm_facts.check_engine if role == KVConnectorRole.SCHEDULER else vllm_facts.check_config
+        block_tokens = check(vllm_config, kv_cache_config)
         self._daemon_role = _ROLES[transfer.kv_role]
         self._shape = vllm_facts.shape_of(block_tokens, self._settings)
         self._engine: str = transfer.engine_id or "engine"
@@ -129,6 +138,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _deciding(self) -> SchedulerSide:
         assert self._scheduler is not None, "this is the worker's half"
         return self._scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """Called once the workers have their caches, by rank."""
+        assert self._view is not None, "this is the worker's half"
+        for told in metadata.values():
+            if isinstance(told, KVFerryNamespace):
+                self._view.look_in(told.id)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
@@ -250,6 +266,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)
         self._worker.start()
         self._workers[self._engine] = self._worker
+
+    def get_handshake_metadata(self) -> KVFerryNamespace | None:
+        unlike = has_unlike_caches(self._kv_cache_config)
+        return KVFerryNamespace(self._facts.id) if unlike else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

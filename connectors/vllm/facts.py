@@ -33,12 +33,21 @@ NOT_SERVED = {
 
 
 def check_config(vllm_config: Any, kv_cache_config: Any) -> int:
-    """The tokens of a block. Unfit names what does not fit and what to do."""
+    """The tokens of a block, by the worker's half, which is told the kinds of all layers' caches. Unfit names what does
+    not fit and what to do."""
+    block_tokens = check_engine(vllm_config, kv_cache_config)
+    kinds_of(vllm_config, kv_cache_config)
+    return block_tokens
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> int:
+    """The tokens of a block, as either half can judge: of layers with unlike caches the scheduler's is told one
+    layer's."""
     parallel = vllm_config.parallel_config
     for name, needed in NOT_SERVED.items():
         if getattr(parallel, name, 1) != 1:
             raise Unfit(f"{name} is {getattr(parallel, name)}; {needed}: set it to 1, and use tensor_parallel_size")
-    kinds = kinds_of(vllm_config, kv_cache_config)
+    kinds = kinds_in(kv_cache_config)
     draft_of(vllm_config)
     if not vllm_config.cache_config.enable_prefix_caching and vllm_config.model_config.is_multimodal_model:
         raise Unfit(

@@ -19,6 +19,8 @@ HOOKS = {
     "bind_gpu_block_pool": ("gpu_block_pool",),
     "bind_connector_metadata": ("connector_metadata",),
     "register_kv_caches": ("kv_caches",),
+    "get_handshake_metadata": (),
+    "set_xfer_handshake_metadata": ("metadata",),
     "start_load_kv": ("forward_context", "kwargs"),
     "wait_for_save": (),
     "get_finished": ("finished_req_ids",),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,6 +108,15 @@ def test_what_is_lacking_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(story())
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """Processes end by SIGHUP, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("name", ["decode-0", "decode-0-worker", "front"])
 def test_a_terminal_that_closes_drains(name: str) -> None:
     """SIGHUP ends in order, as SIGTERM does; whoever was started under nohup goes on."""
@@ -118,7 +128,8 @@ def test_a_terminal_that_closes_drains(name: str) -> None:
         assert process.popen.wait(timeout=30) == 0
 
 
-def test_who_was_started_under_nohup_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hangs_up")
+def test_who_was_started_under_nohup_goes_on() -> None:
     from kvferry.signals import end_signals
 
     assert signal.SIGHUP in end_signals()

@@ -42,6 +42,7 @@ class Sampler(threading.Thread):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.nightly
 def test_some_seconds_with_a_fault() -> None:
     soak(SHORT_S, SHORT_S, SHORT_SEED, SHORT_DEADLINE_S)
 

@@ -65,6 +65,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     return wheel, wanted
 
 
+@pytest.mark.nightly
 def test_contents(built: tuple[Path, set[str]]) -> None:
     wheel, wanted = built
     with zipfile.ZipFile(wheel) as archive:
@@ -82,6 +83,7 @@ def test_contents(built: tuple[Path, set[str]]) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
+@pytest.mark.nightly
 def test_lives_beside_packages_with_our_folders_names(built: tuple[Path, set[str]], tmp_path: Path) -> None:
     wheel, wanted = built
     environment = tmp_path / "clean"

@@ -217,6 +217,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 
 MAX_RANKS = 64
+MAX_LANES = 255  # a receiver counts those that a page waits for in a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,18 @@ def rank_geometry(geometry: KVGeometry, ranks: int) -> KVGeometry:
 
 def lanes_of(geometry: KVGeometry, senders: int, receivers: int) -> list[Lane]:
     """The lanes, by receiving rank, then by cache and head. Where several ranks could send a range, receivers take
-    different ones. ValueError as for `check_ranks`, and where pages would be cut whose heads only the engine finds."""
+    different ones. ValueError as for `check_ranks`, where pages would be cut whose heads only the engine finds, and
+    where there are more than MAX_LANES."""
     check_ranks(geometry, senders)
     check_ranks(geometry, receivers)
     lanes = [
         lane for number, cache in enumerate(geometry.caches) for lane in _lanes_of(number, cache, senders, receivers)
     ]
+    if len(lanes) > MAX_LANES:
+        raise ValueError(
+            f"ranks is {senders} of prefill and {receivers} of decode, which with {len(geometry.caches)} caches are "
+            f"{len(lanes)} lanes; there can be at most {MAX_LANES}"
+        )
     lanes.sort(key=lambda lane: (lane.receiver, lane.cache, lane.heads.first))
     return lanes
 

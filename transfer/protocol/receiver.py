@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.transfer.geometry.rank_lanes import Lane
+from kvferry.transfer.geometry.rank_lanes import MAX_LANES, Lane
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.slots import (
     HEADER_BYTES,
@@ -32,7 +32,6 @@ from kvferry.transfer.protocol.slots import (
 )
 
 MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
-MAX_LANES = 255  # more than any two numbers of ranks need; a page's count of them is a byte
 
 # A sender's cursor only moves forward, so each gap between a lane's ranges of a transfer is parts whose slots are not
 # back: slots + 1 ranges at most. Each costs time at every part, so that many more are refused.

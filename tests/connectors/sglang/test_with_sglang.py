@@ -14,23 +14,25 @@ from tests.connectors.sglang.sglang_on_cpu import VERSIONS, unpacked
 FOLDER = Path(__file__).parent / "on_cpu"
 ROOT = Path(__file__).parents[3]
 SECONDS = 300.0
-INTERFACES = "check_interfaces.py"  # of later versions each run sees this
-CASES = [
-    pytest.param(
-        version, path.name, marks=[] if version == VERSIONS[0] or path.name == INTERFACES else [pytest.mark.nightly]
-    )
-    for version in VERSIONS
-    for path in sorted(FOLDER.glob("check_*.py"))
-]
+INTERFACES = ["check_interfaces.py"]  # of later versions each run sees these
+SHORT = [*INTERFACES, "check_pair.py", "check_stores.py"]
+ALL = sorted(path.name for path in FOLDER.glob("check_*.py"))
+CASES = [(VERSIONS[0], SHORT), *((version, INTERFACES) for version in VERSIONS[1:])]
+NIGHTLY = [(version, [file for file in ALL if file not in files]) for version, files in CASES]
 
 
 @pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize(("version", "file"), CASES)
-def test_with_the_classes_of(version: str, file: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_with_the_classes_of(version: str, files: list[str]) -> None:
     if unpacked(version) is None:
         pytest.skip(f"SGLang {version} is not unpacked: make sglang-wheels")
     words = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    words += ["-o", "python_files=check_*.py", str(FOLDER / file)]
+    words += ["-p", "no:logging"]  # it walks all loggers at each test, while an engine's threads make some
+    words += ["-o", "python_files=check_*.py", *(str(FOLDER / file) for file in files)]
     environment = {**os.environ, "SGLANG_VERSION": version}
     done = subprocess.run(
         words, env=environment, cwd=ROOT, timeout=SECONDS, check=False, text=True, capture_output=True

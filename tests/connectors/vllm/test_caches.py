@@ -17,8 +17,8 @@ from kvferry.connectors.blocks import PoolPages
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm.caches import Unfit, draft_of, kinds_of, looks_ahead
-from kvferry.connectors.vllm.facts import block_map, facts_of, orders_of, with_head_runs
+from kvferry.connectors.vllm.caches import Unfit, draft_of, has_unlike_caches, kinds_of, looks_ahead
+from kvferry.connectors.vllm.facts import block_map, check_config, check_engine, facts_of, orders_of, with_head_runs
 from kvferry.connectors.vllm.weights import draft_name, kv_scales, scales_in
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import differences
@@ -249,6 +249,19 @@ def test_a_token_of_deepseek_v32_has_its_indexers_bytes_too() -> None:
         lanes = lanes_of(found.geometry, senders, receivers)
         assert [(lane.receiver, lane.cache) for lane in lanes] == [(r, c) for r in range(receivers) for c in range(3)]
         assert sum(lane.row_bytes for lane in lanes) == receivers * found.geometry.page_bytes
+
+
+def test_the_schedulers_half_is_told_one_layers_cache() -> None:
+    """vLLM gives it any one layer's spec in the place of all (generate_scheduler_kv_cache_config)."""
+    config, whole = with_dtype("fp8_ds_mla", enable_prefix_caching=True), indexed(PACKED)
+    config.model_config.is_multimodal_model = False
+    (group,) = whole.kv_cache_groups
+    for spec in (group.kv_cache_spec.kv_cache_specs[name] for name in ("indexer.0", "attention.0")):
+        told = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=group.layer_names)])
+        assert check_engine(config, told) == check_config(config, whole) == TALL
+        shape, settings = Shape(TALL, 1), Settings("/s", revision="1")
+        assert facts_of(config, told, shape, settings).id != facts_of(config, whole, shape, settings).id
+        assert has_unlike_caches(whole) and not has_unlike_caches(told), "so the worker's half says the namespace"
 
 
 def test_an_indexers_keys_and_scales_lie_apart_in_a_block() -> None:

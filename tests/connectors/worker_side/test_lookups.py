@@ -39,6 +39,21 @@ def watching(pair: Pair) -> Iterator[HeldPrefixes]:
         view.close()
 
 
+def test_who_hears_its_namespace_later_finds_it_then(pair: Pair) -> None:
+    prompt = new_prompt(2 * PAGE)
+    pair.give("decode", StorePages("a", new_name(), prompt, tuple(range(4))))
+    sent(pair.sides["decode"], "a")
+    view = HeldPrefixes(pair.socket("decode"), common_pb2.ROLE_DECODE, bytes(32), timeout_s=2.0)
+    try:
+        until(lambda: view.up)
+        assert view.held_pages(prompt.digests) == 0
+        view.look_in(FACTS.id)
+        until(lambda: view.held_pages(prompt.digests) == 2)
+        assert view.up
+    finally:
+        view.close()
+
+
 def test_what_is_stored_is_found_and_comes_back(pair: Pair) -> None:
     engine, side = pair.engines["decode"], pair.sides["decode"]
     prompt = new_prompt(3 * PAGE)

@@ -195,7 +195,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "an engine may sleep under a copy",
         "connectors/vllm/facts.py",
-        "check_config",
+        "check_engine",
         'backend not in ("uni", "external_launcher")',
         "False",
         FACTS,

@@ -85,7 +85,9 @@ async def serves_again(pair: Pair, number: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["decode daemon", "decode's courier", *BY_NIGHT])
+@pytest.mark.parametrize(
+    "victim", ["decode daemon", pytest.param("decode's courier", marks=pytest.mark.nightly), *BY_NIGHT]
+)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_one_that_stands_still_and_goes_on(stack: Stack, devices: tuple[str, str], victim: str) -> None:
     need(*devices)

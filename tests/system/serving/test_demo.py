@@ -38,6 +38,7 @@ def test_bytes_a_restarted_worker_and_an_evicted_prefix() -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.nightly
 def test_times_for_who_asks_and_no_eviction_without_a_host_tier() -> None:
     text = shown("--times", "--host-bytes", "0")
     assert "TTFT p50" in text and "inter-token latency" in text

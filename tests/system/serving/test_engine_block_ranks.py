@@ -25,9 +25,9 @@ Case = tuple[KVGeometry, int, int]  # ranks of prefill, of decode
 CASES: dict[str, Case] = {
     "2 to 4": (HND, 2, 4),
     "grouped queries, 4 to 1": (GROUPED, 4, 1),
-    "whole pages, 2 to 2": (NHD, 2, 2),
 }
 NIGHTLY: dict[str, Case] = {
+    "whole pages, 2 to 2": (NHD, 2, 2),
     "1 to 2": (HND, 1, 2),
     "2 to 1": (HND, 2, 1),
     "4 to 2": (HND, 4, 2),
@@ -80,7 +80,13 @@ APART: dict[str, tuple[Share, Share]] = {
 }
 
 
-@pytest.mark.parametrize("shares", APART.values(), ids=APART)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param(shares, id=name, marks=[] if name == "2 to 1" else pytest.mark.nightly)
+        for name, shares in APART.items()
+    ],
+)
 def test_ranks_with_sessions_of_their_own_are_one_engine(stack: Stack, shares: tuple[Share, Share]) -> None:
     async def run() -> None:
         async with Pair(stack, "--checksums", "on", shares=shares) as pair:
@@ -169,6 +175,7 @@ async def found_again(daemon: Process) -> None:
     raise AssertionError(daemon.tail())
 
 
+@pytest.mark.nightly
 def test_the_file_of_ranks_is_found_again(stack: Stack, tmp_path: Path) -> None:
     """By a daemon whose engine has as many shares of the heads."""
 

@@ -27,7 +27,7 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("flags", [(), ("--checksums", "on")])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.nightly), ("--checksums", "on")])
 def test_prompts_go_from_blocks_to_blocks(stack: Stack, flags: tuple[str, ...], devices: tuple[str, str]) -> None:
     need(*devices)
 
@@ -164,7 +164,7 @@ def test_blocks_come_back_when_the_last_copy_has_ended(stack: Stack, devices: tu
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.nightly), "decode"])
 def test_a_daemon_that_is_killed_takes_no_block_with_it(stack: Stack, role: str) -> None:
     async def run() -> None:
         pair = Pair(stack)

@@ -130,6 +130,7 @@ def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
     settled(prefills[0])
 
 
+@pytest.mark.nightly
 def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:
     """It neither answers nor closes: heard of no more for 3 s, it is lost, and met again when it goes on."""
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))

@@ -6,6 +6,7 @@ import os
 
 import grpc
 import httpx
+import pytest
 
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import SystemSpec, start_replicas
@@ -26,6 +27,7 @@ def decode_half(prefill: str) -> engine_pb2.DecodeRequest:
     )
 
 
+@pytest.mark.nightly
 def test_a_prefill_daemon_whose_table_is_full(stack: Stack) -> None:
     spec = SystemSpec(page_size=PAGE, prefills=2, prefill_flags=["--queue", str(QUEUE)])
     prefills, (decode,) = start_replicas(stack, spec)

@@ -220,7 +220,8 @@ def test_a_pool_that_evicts_between_turns(family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "pool_pages"), [pytest.param("smollm2", 14, marks=pytest.mark.nightly), ("qwen2", 14)]
+    ("source", "pool_pages"),
+    [pytest.param("smollm2", 14, marks=pytest.mark.nightly), pytest.param("qwen2", 14, marks=pytest.mark.nightly)],
 )
 def test_a_host_tier_under_a_small_pool_keeps_all(stack: Stack, tmp_path: Path, source: str, pool_pages: int) -> None:
     """Pools that hold one conversation: every turn's history is spilled and comes back, at both servers."""

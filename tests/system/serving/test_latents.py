@@ -26,10 +26,10 @@ from tests.system.serving.test_greedy import (
 LATENT, INDEX = 3 * 16 * 4, 3 * 8 * 4  # bytes of a token, float32
 ROWS = "kvferry-host-decode.rows"
 CASES = [
-    ("deepseek_v3", (1, 2), LATENT),
+    pytest.param("deepseek_v3", (1, 2), LATENT, marks=pytest.mark.nightly),
     pytest.param("deepseek_v3", (2, 4), LATENT, marks=pytest.mark.nightly),
     pytest.param("deepseek_v32", (1, 2), LATENT + INDEX, marks=pytest.mark.nightly),
-    ("deepseek_v32", (2, 4), LATENT + INDEX),
+    pytest.param("deepseek_v32", (2, 4), LATENT + INDEX, marks=pytest.mark.nightly),
 ]
 
 

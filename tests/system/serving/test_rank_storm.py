@@ -164,6 +164,7 @@ async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int)
     await pair.prefill.client.close()
 
 
+@pytest.mark.nightly
 def test_ranks_leave_and_a_daemon_is_killed(stack: Stack) -> None:
     asyncio.run(storm(stack, (2, 2), requests=16, kills=1))
 

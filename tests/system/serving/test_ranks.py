@@ -18,13 +18,13 @@ CASES = {
     "1 to 2": Case(1, 2, ("page", "layer")),
     "2 to 1": Case(2, 1, ("layer-blocks", "page"), layout="hnd", slot_bytes=4096),  # a row takes several parts
     "an engine's heads, 2 to 4": Case(2, 4, ("page", "page"), layout="engine-hnd"),
+    "latents and an indexer, 2 to 4": Case(2, 4, ("layer", "page"), heads=1, tensors=1, indexer=132, slot_bytes=4096),
+}
+NIGHTLY = {
     "an engine's pages, 2 to 2": Case(2, 2, ("page", "page"), layout="engine-nhd", slot_bytes=4096),
     "an engine's latents and an indexer, 1 to 2": Case(
         1, 2, ("page", "page"), layout="engine-hnd", heads=1, tensors=1, indexer=132
     ),
-    "latents and an indexer, 2 to 4": Case(2, 4, ("layer", "page"), heads=1, tensors=1, indexer=132, slot_bytes=4096),
-}
-NIGHTLY = {
     "2 to 4": Case(2, 4, ("layer", "page")),
     "4 to 2": Case(4, 2, ("layer", "layer"), layout="hnd"),
     "2 to 2": Case(2, 2, ("page", "layer-blocks"), slot_bytes=5000),

@@ -36,7 +36,10 @@ def half_a_request(decode: Replica, prefill: Replica) -> Iterator[grpc.Future]:
             call.cancel()
 
 
-@pytest.mark.parametrize("same_daemon", [False, True], ids=["another daemon", "the same daemon"])
+@pytest.mark.parametrize(
+    "same_daemon",
+    [pytest.param(False, id="another daemon"), pytest.param(True, id="the same daemon", marks=pytest.mark.nightly)],
+)
 def test_who_shares_the_prefix_is_served_by_its_own_prefill_leg(stack: Stack, same_daemon: bool) -> None:
     """The one with a longer prompt, that with the same, and one that comes later; the other one still waits then."""
     (silent, other), (decode,) = start_replicas(stack, SystemSpec(page_size=PAGE, prefills=2))

@@ -156,7 +156,7 @@ def restarted(stack: Stack, decode: Replica, prefill: Replica, system: SystemSpe
     return decode_worker(stack, Replica(decode.name, daemon, decode.worker, address, "", decode.socket))
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.nightly), "SIGKILL"])
 def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: str) -> None:
     system = spec(60, 300, "--host-dir", str(tmp_path))
     prefills, decodes = start_replicas(stack, system)
@@ -197,10 +197,9 @@ def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: s
     "damage",
     [
         "flipped rows",
-        "garbage",
         *(
             pytest.param(kind, marks=pytest.mark.nightly)
-            for kind in ("truncated index", "truncated rows", "fewer pages")
+            for kind in ("garbage", "truncated index", "truncated rows", "fewer pages")
         ),
     ],
 )

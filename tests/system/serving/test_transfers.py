@@ -163,9 +163,24 @@ def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
     ("spec", "field", "remedy"),
     [
         (SystemSpec(page_size=16, decode_flags=["--page-size", "32"]), "geometry.page_size", "--page-size"),
-        (SystemSpec(page_size=16, decode_worker_flags=["--dtype", "bfloat16"]), "geometry.dtype", "--dtype"),
-        (SystemSpec(page_size=16, decode_worker_flags=["--synthetic-layers", "3"]), "geometry.layers", "same model"),
-        (SystemSpec(page_size=16, decode_worker_flags=["--revision", "2"]), "revision", "same weights"),
+        pytest.param(
+            SystemSpec(page_size=16, decode_worker_flags=["--dtype", "bfloat16"]),
+            "geometry.dtype",
+            "--dtype",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            SystemSpec(page_size=16, decode_worker_flags=["--synthetic-layers", "3"]),
+            "geometry.layers",
+            "same model",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            SystemSpec(page_size=16, decode_worker_flags=["--revision", "2"]),
+            "revision",
+            "same weights",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_handshake(stack: Stack, spec: SystemSpec, field: str, remedy: str) -> None:

@@ -77,7 +77,7 @@ def restarted(stack: Stack, prefill: Replica, *flags: str) -> Replica:
     return Replica(prefill.name, daemon, worker, address, stack.ready(worker), prefill.socket)
 
 
-@pytest.mark.parametrize("checksums", ["off", "on"])
+@pytest.mark.parametrize("checksums", [pytest.param("off", marks=pytest.mark.nightly), "on"])
 def test_any_prefill_server_takes_any_turn_as_if_it_had_kept_everything(stack: Stack, checksums: str) -> None:
     prefills, decodes = started(stack, system(3, "always", "--checksums", checksums))
     turns = converse(decodes[0], prefills, 6, seed=1)
@@ -93,7 +93,7 @@ def test_any_prefill_server_takes_any_turn_as_if_it_had_kept_everything(stack: S
     assert sum(each.transfers.mismatched_parts + each.transfers.aborted for each in back) == sent.aborted == 0
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.nightly), "SIGKILL"])
 def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
     prefills, decodes = started(stack, system())
     rng = random.Random(2)
@@ -117,6 +117,7 @@ def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
     assert choices(side) == {"fetched": 1} and side.way_back.fetched_tokens == turn.matched
 
 
+@pytest.mark.nightly
 def test_what_was_measured_decides(stack: Stack) -> None:
     """An engine that computes slowly fetches; both estimates are in the statistics."""
     spec = system(2, "auto")
@@ -145,7 +146,7 @@ def test_what_was_measured_decides(stack: Stack) -> None:
     )
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("who", [pytest.param("prefill", marks=pytest.mark.nightly), "decode"])
 def test_both_must_have_it(stack: Stack, who: str) -> None:
     spec = SystemSpec(
         page_size=PAGE,
@@ -208,6 +209,7 @@ def test_small_pools_many_at_a_time_and_couriers_that_die(stack: Stack) -> None:
     assert all(side.transfers.mismatched_parts + side.way_back.transfers.mismatched_parts == 0 for side in sides)
 
 
+@pytest.mark.nightly
 def test_tokens_equal_one_engines(stack: Stack, tmp_path: Path) -> None:
     """Pages that the decode server computed stand where the prefill server's would."""
     model = tiny_models.random_model("qwen2")

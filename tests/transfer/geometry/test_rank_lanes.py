@@ -133,3 +133,10 @@ def test_too_few_or_too_many_ranks(ranks: int) -> None:
         PoolShape(GEOMETRY, ranks, StorageOrder.PAGE_MAJOR, 3)
     with pytest.raises(ValueError, match="rank is 2; it must be 0 to 1"):
         heads_of(GEOMETRY, 2, 2)
+
+
+def test_more_lanes_than_a_receiver_counts_are_refused() -> None:
+    four = dataclasses.replace(GEOMETRY, kv_heads=64, further=(CacheShape(1, 1, 8, "uint8", 1),) * 3)
+    assert len(lanes_of(four, 64, 32)) < 255
+    with pytest.raises(ValueError, match=r"ranks is 64 of prefill and 64 of decode, .* 4 caches are 256 lanes; .* 255"):
+        lanes_of(four, 64, 64)

@@ -63,8 +63,15 @@ def tokens_over_pages(
     return output
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2", layout) for layout in Layout]
+    + [
+        pytest.param(family, layout, marks=[] if layout is Layout.PAGE_NHD else [pytest.mark.nightly])
+        for family in ("gpt2", "mixtral")
+        for layout in Layout
+    ],
+)
 def test_tokens_equal_those_of_one_process_with_the_dynamic_cache(family: str, layout: Layout) -> None:
     network = random_model(family)
     model = loaded(network, family, "1")
