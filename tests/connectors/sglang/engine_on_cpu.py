@@ -69,6 +69,7 @@ class Engine:
             enable_decode_hicache=False,
             enable_priority_scheduling=False,
             enable_overlap=False,
+            enable_hicache_storage=False,
             enable_staging=False,
             spec_algorithm=SpeculativeAlgorithm.NONE,
             running_batch=SimpleNamespace(reqs=[]),
@@ -89,7 +90,7 @@ class Engine:
 
     def _make_queues(self, bootstrap_port: int) -> None:
         from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
-        from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+        from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue, SchedulerDisaggregationPrefillMixin
         from sglang.srt.disaggregation.utils import TransferBackend
 
         common = {
@@ -110,6 +111,8 @@ class Engine:
             if self.role == "prefill":
                 self.queue = PrefillBootstrapQueue(token_to_kv_pool=self.shared.pool, pp_size=1, **common)
                 self.scheduler.disagg_prefill_bootstrap_queue = self.queue
+                failure = SchedulerDisaggregationPrefillMixin.handle_bootstrap_failure
+                self.scheduler.handle_bootstrap_failure = lambda req: failure(self.scheduler, req)
             else:
                 self.transfers = DecodeTransferQueue(
                     dist.group.WORLD, self.row_numbers, 0, self.rows, self.scheduler, self.tree
