@@ -70,6 +70,7 @@ class Engine:
             enable_decode_hicache=False,
             enable_priority_scheduling=False,
             enable_overlap=False,
+            enable_hicache_storage=False,
             enable_staging=False,
             spec_algorithm=SpeculativeAlgorithm.NONE,
             running_batch=SimpleNamespace(reqs=[]),

@@ -13,7 +13,7 @@ from tests.connectors.sglang.sglang_on_cpu import VERSIONS, unpacked
 
 FOLDER = Path(__file__).parent / "on_cpu"
 ROOT = Path(__file__).parents[3]
-SECONDS = 300.0
+SECONDS = 480.0
 INTERFACES = ["check_interfaces.py"]  # of later versions each run sees these
 SHORT = [*INTERFACES, "check_pair.py", "check_stores.py"]
 ALL = sorted(path.name for path in FOLDER.glob("check_*.py"))
