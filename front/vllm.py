@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import tracing
 from kvferry.front.edge.metrics import CountedLeg, FrontMetrics
-from kvferry.front.upstream import Connections
+from kvferry.front.upstream.connections import Connections
+from kvferry.front.upstream.names import NamedServers
 from kvferry.front.vllm_body import Body, Refusal
-from kvferry.front.vllm_names import NamedServers
 from kvferry.front.vllm_places import Place
 from kvferry.proto.limits import REQUEST_ID_BYTES
 from kvferry.secret_files import BearerToken

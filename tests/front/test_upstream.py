@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from kvferry.front import upstream
-from kvferry.front.upstream import Connections
+from kvferry.front.upstream import connections
+from kvferry.front.upstream.connections import Connections
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -110,7 +110,7 @@ def test_a_reply_that_is_left_ends_its_connection() -> None:
 
 
 def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
 
     async def run() -> None:
         async with world() as (up, client):

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from kvferry.front import vllm_names
+from kvferry.front.upstream import names
+from kvferry.front.upstream.names import resolve
 from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
-from kvferry.front.vllm_names import resolve
 from kvferry.front.vllm_places import Place
 from tests.support.small_vllm import SmallVllm
 
@@ -46,7 +46,7 @@ class Dns:
 
 @pytest.fixture
 def dns(monkeypatch: pytest.MonkeyPatch) -> Dns:
-    monkeypatch.setattr(vllm_names, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(names, "ROUND_SECONDS", 0.05)
     return Dns(monkeypatch)
 
 
@@ -129,7 +129,7 @@ def test_a_server_that_ends_before_its_address_does_costs_no_request(dns: Dns, m
         async with front_of(second.port) as (front, client):
             with SmallVllm(host="127.0.0.2", port=second.port):
                 await until(lambda: len(front.decode) == 2, "both are found")
-                monkeypatch.setattr(vllm_names, "ROUND_SECONDS", 60.0)  # nobody looks again
+                monkeypatch.setattr(names, "ROUND_SECONDS", 60.0)  # nobody looks again
                 await asyncio.sleep(0.2)
                 assert len(front.decode) == 2
             number = 0

@@ -8,10 +8,10 @@ import socket
 import httpx
 import pytest
 
-from kvferry.front import vllm_names
+from kvferry.front.upstream import names
+from kvferry.front.upstream.names import MAX_ADDRESSES, NamedServers
 from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
-from kvferry.front.vllm_names import MAX_ADDRESSES, NamedServers
 from kvferry.front.vllm_places import Place, parse_decode, parse_prefill
 from tests.support.front_process import front_process
 from tests.support.small_vllm import SmallVllm
@@ -98,12 +98,12 @@ def test_no_more_addresses_than_the_bound_are_used_and_asked_at_once(caplog: pyt
         return [f"10.0.{i // 256}.{i % 256}" for i in range(MAX_ADDRESSES + 1)]
 
     asyncio.run(NamedServers(parse_decode("dns+http://d:1"), slow, found.extend, resolve).look())
-    assert len(found) == MAX_ADDRESSES and most == vllm_names.ASKS_AT_ONCE
+    assert len(found) == MAX_ADDRESSES and most == names.ASKS_AT_ONCE
     assert f"d has {MAX_ADDRESSES + 1} addresses; {MAX_ADDRESSES} of them are used" in caplog.text
 
 
 def test_a_name_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_names, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(names, "RESOLVE_SECONDS", 0.1)
 
     async def resolve(host: str, port: int) -> list[str]:
         await asyncio.sleep(60)

@@ -1,0 +1,1 @@
+"""The servers of vLLM as the front end finds and reaches them."""
