@@ -56,8 +56,7 @@ def _number(text: str) -> int:
 
 
 def announce(address: str, dp_rank: int, daemon: str, outdated: threading.Event) -> None:
-    """Tells a bootstrap server, at host:port, the daemon's name, until it is outdated. One that is about to start is waited
-    for."""
+    """Tells a bootstrap server, at host:port, the name, until it is outdated. Waits for one that is about to start."""
     end = time.monotonic() + ANNOUNCE_SECONDS
     while not outdated.is_set():
         try:
