@@ -22,8 +22,9 @@ class BackendSettings:
     revision: str = ""  # of the weights; empty: read from the files
     deadline_seconds: float = 60.0  # of a request's transfer, at most the daemons' --transfer-seconds
     connect_seconds: float = 20.0  # at the start; later it is tried again and again
-    waiting_share: float = 0.5  # of prefill's pages, that prompts may hold before decode has room for them
-    store_seconds: float = 5.0  # that a finished request's pages wait at most for room in the host tier
+    waiting_share: float = 0.5  # of the pages: of prefill's, that prompts may hold before decode has room; of decode's,
+    # that finished requests may lock while they are copied
+    store_seconds: float = 5.0  # that a finished request waits at most for its copy to the host tier to begin
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> BackendSettings:

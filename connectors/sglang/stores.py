@@ -61,7 +61,7 @@ class FinishedPages:
         if not length:
             return
         if length // page + sum(each.transfer.pages for each in self._running) > self._most:
-            self._tell(f"{len(self._running)} prompts are being copied, and may lock {self._most:.0f} pages together")
+            self._tell(f"with it more than {self._most:.0f} pages would be locked by copies")
             return
         tree.inc_lock_ref(found.last_device_node)
         transfer = PageTransfer(name, tokens[:length], page, seed_of(request), PollState.TRANSFERRING)
