@@ -377,6 +377,18 @@ def test_more_requests_than_allowed_are_refused() -> None:
     asyncio.run(run())
 
 
+def test_any_prefill_server_takes_any_turn() -> None:
+    """What it lacks it fetches, with the way back, or computes."""
+    front = VllmFront(VllmConfig(prefill=places("a", "b", "c"), decode=places("d")))
+    chosen = []
+    for _ in range(6):
+        server = front.choose_prefill()
+        assert server is not None
+        server.running += 1
+        chosen.append(server.url)
+    assert len(set(chosen)) == 3 and max(server.running for server in front.prefill) == 2
+
+
 def test_a_conversation_keeps_to_its_decode_server_unless_that_has_much_more_to_do() -> None:
     front = VllmFront(VllmConfig(prefill=(), decode=places("a", "b", "c"), load_slack=2.0))
     messages: list[dict[str, str]] = []
