@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvferry.transfer.mapping.segment import reclaim_stale
 from tests.support.standstill import run_with_standstill
 
@@ -106,6 +108,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.nightly
 def test_an_end_that_stands_still_is_not_ended(tmp_path: Path) -> None:
     done = run_with_standstill(STANDING_STILL, 8.0, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "")

@@ -117,7 +117,14 @@ def hangs_up() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hangs_up")
-@pytest.mark.parametrize("name", ["decode-0", "decode-0-worker", "front"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("decode-0", marks=pytest.mark.nightly),
+        "decode-0-worker",
+        pytest.param("front", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_terminal_that_closes_drains(name: str) -> None:
     """SIGHUP ends in order, as SIGTERM does; whoever was started under nohup goes on."""
     with Stack() as stack:

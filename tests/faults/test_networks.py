@@ -64,6 +64,7 @@ def suffer(storm: Storm, wire: Wire, networks: Networks, *, rates: bool) -> str:
     return late(row, PEER_SEEN_S if lost else None)
 
 
+@pytest.mark.nightly
 def test_a_wire_that_is_cut() -> None:
     rows: list[Row] = []
     wires_that_break([cut(1.0)], rows, short=True)

@@ -25,6 +25,7 @@ def seen_within(what: str, part: str) -> float | None:
     return PEER_SEEN_S if what in ("SIGKILL", "SIGSTOP 5 s") else None
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_daemon_that_is_ended_and_one_that_is_stopped() -> None:
     with running_stack() as stack, Storm(stack, clients=2, seed=1, deadline_s=SHORT_DEADLINE_S) as storm:

@@ -43,6 +43,7 @@ needs_atheris = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @needs_atheris
 def test_under_atheris_in_short() -> None:
     ended = under_atheris("courier_packets", "--runs=3000")

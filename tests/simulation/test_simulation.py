@@ -169,6 +169,7 @@ def mostly_aborted(seed: int) -> Counter[str]:
     return simulate(seed, faults=faults).counts
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_without_faults_every_request_is_answered(seed: int) -> None:
     counts = simulate(seed, faults=Faults()).counts

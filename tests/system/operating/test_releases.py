@@ -42,6 +42,7 @@ def test_a_release_of_the_next_protocol_works_with_this_one(newer: str) -> None:
     chats({newer: speaking(PROTOCOL + 1, PROTOCOL)})
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_releases_two_protocols_apart_refuse_each_other() -> None:
     with MixedStack({"prefill-0": speaking(PROTOCOL + 2, PROTOCOL + 1)}) as stack:

@@ -74,6 +74,7 @@ def listens_where_it_says(stack: Stack, told: dict[str, set[str]], daemons: dict
             assert stat.S_IMODE(mode.st_mode) == 0o600
 
 
+@pytest.mark.nightly
 def test_every_listening_socket(stack: Stack) -> None:
     system = start_system(stack, SystemSpec(page_size=16))
     prefill, decode = system.prefills[0], system.decodes[0]

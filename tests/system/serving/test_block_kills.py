@@ -165,6 +165,7 @@ def engine_of_its_own(socket: str, block_tokens: int, device: str, first: int, t
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_an_engine_that_is_killed_and_another(stack: Stack, devices: tuple[str, str]) -> None:

@@ -80,6 +80,7 @@ APART: dict[str, tuple[Share, Share]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shares",
     [

@@ -61,6 +61,7 @@ def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
     settled(prefills[0])
 
 
+@pytest.mark.nightly
 def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
     """It may still write: its pages are orphaned, and freed only with the kernel's proof."""
     _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
@@ -95,6 +96,7 @@ def test_a_killed_prefill_worker_fails_its_request_cleanly(stack: Stack) -> None
     settled(prefills[0])
 
 
+@pytest.mark.nightly
 def test_a_killed_courier_costs_its_session_only(stack: Stack) -> None:
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
     with Engines(prefills[0], decodes[0]) as engines:

@@ -172,6 +172,7 @@ def hit_rate(replicas: Sequence[Replica], run: Callable[[], dict[str, Any]]) -> 
     return hits / queried
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("system_tokens", [0, pytest.param(48, marks=pytest.mark.nightly)])
 def test_hit_rate_with_three_decode_servers(served: Served, system_tokens: int) -> None:
     """At least 0.9 of what one server with the same load has."""

@@ -16,11 +16,11 @@ from tests.system.serving.ranks import PAGE, SLOTS, Case, chat_over_both_tiers, 
 
 CASES = {
     "1 to 2": Case(1, 2, ("page", "layer")),
-    "2 to 1": Case(2, 1, ("layer-blocks", "page"), layout="hnd", slot_bytes=4096),  # a row takes several parts
     "an engine's heads, 2 to 4": Case(2, 4, ("page", "page"), layout="engine-hnd"),
     "latents and an indexer, 2 to 4": Case(2, 4, ("layer", "page"), heads=1, tensors=1, indexer=132, slot_bytes=4096),
 }
 NIGHTLY = {
+    "2 to 1": Case(2, 1, ("layer-blocks", "page"), layout="hnd", slot_bytes=4096),  # a row takes several parts
     "an engine's pages, 2 to 2": Case(2, 2, ("page", "page"), layout="engine-nhd", slot_bytes=4096),
     "an engine's latents and an indexer, 1 to 2": Case(
         1, 2, ("page", "page"), layout="engine-hnd", heads=1, tensors=1, indexer=132
@@ -65,6 +65,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(stack: Stack) -> None:
         start_replicas(stack, spec_of(Case(1, 3, ("page", "page"))))
 
 
+@pytest.mark.nightly
 def test_an_engine_that_alone_knows_its_heads_is_refused_to_unlike_ranks(stack: Stack) -> None:
     """And it is said what to set."""
     prefills, decodes = start_replicas(stack, spec_of(Case(1, 2, ("page", "page"), layout="engine-nhd")))
@@ -74,6 +75,7 @@ def test_an_engine_that_alone_knows_its_heads_is_refused_to_unlike_ranks(stack: 
         assert word in turn.details
 
 
+@pytest.mark.nightly
 def test_a_restarted_daemon_finds_what_its_ranks_had(stack: Stack, tmp_path: Path) -> None:
     """In an engine's layout, in its file."""
     case = Case(1, 2, ("page", "page"), layout="engine-hnd")

@@ -36,6 +36,7 @@ def half_a_request(decode: Replica, prefill: Replica) -> Iterator[grpc.Future]:
             call.cancel()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "same_daemon",
     [pytest.param(False, id="another daemon"), pytest.param(True, id="the same daemon", marks=pytest.mark.nightly)],

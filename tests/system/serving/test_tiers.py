@@ -77,6 +77,7 @@ def test_prefill_has_a_host_tier_too(stack: Stack) -> None:
     assert side.tiers.mismatched_pages == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("host_pages", [12, pytest.param(60, marks=pytest.mark.nightly)])
 def test_a_host_tier_that_is_too_small_drops_and_goes_on(stack: Stack, host_pages: int) -> None:
     prefills, decodes = start_replicas(stack, spec(40, host_pages, "--policy", "lfu", prefill_pages=60))
@@ -193,6 +194,7 @@ def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: s
     assert side.tiers.unverified_pages < side.tiers.recovered_pages
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "damage",
     [

@@ -88,6 +88,7 @@ def test_pages_larger_than_a_slot_travel_in_parts(stack: Stack) -> None:
     assert decode.transfers.wire_bytes == 7 * 8192 + parts * 64
 
 
+@pytest.mark.nightly
 def test_more_requests_than_slots_and_small_pools(stack: Stack) -> None:
     """129 at a time through 8 slots, each pool a tenth of the load: every one ends, every byte is checked."""
     rng = random.Random(4)
@@ -109,6 +110,7 @@ def test_more_requests_than_slots_and_small_pools(stack: Stack) -> None:
     assert prefill.pool.evicted > 0
 
 
+@pytest.mark.nightly
 def test_many_requests_with_one_new_prefix_move_it_once(stack: Stack) -> None:
     rng = random.Random(5)
     prefix = ids(rng, 20 * PAGE)
@@ -150,6 +152,7 @@ def test_a_request_without_a_prefill_server_is_computed_where_it_is_decoded(stac
     assert settled(decodes[0]).transfers.delta_pages == 7
 
 
+@pytest.mark.nightly
 def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--reuse", "off"]))
     with Engines(prefills[0], decodes[0]) as engines:

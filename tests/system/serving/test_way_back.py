@@ -146,6 +146,7 @@ def test_what_was_measured_decides(stack: Stack) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", [pytest.param("prefill", marks=pytest.mark.nightly), "decode"])
 def test_both_must_have_it(stack: Stack, who: str) -> None:
     spec = SystemSpec(
@@ -162,6 +163,7 @@ def test_both_must_have_it(stack: Stack, who: str) -> None:
         assert (back.fetched_tokens, back.transfers.completed, back.transfers.wire_bytes) == (0, 0, 0)
 
 
+@pytest.mark.nightly
 def test_ranks_that_share_the_heads_differently(stack: Stack) -> None:
     """Lanes of the way back carry the heads that one of decode's ranks and one of prefill's have in common."""
     both = ["--way-back", "always", "--checksums", "on"]
