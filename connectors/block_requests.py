@@ -130,6 +130,9 @@ class BlockRequests:
             if fill is None:
                 client.fetch(push.order.name, (), 0)
             else:
+                if fill.held_blocks and push.filling is not None:  # another's, maybe, that this very step computes
+                    await push.filling.over.wait()
+                    await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 
     async def _push_chunks(self, client: DaemonClient, push: Push, matched: int) -> None:

@@ -50,7 +50,9 @@ class PrefillScheduler(SchedulerSide):
         if tracked.begun:
             if not tracked.waits or tracked.unsent:
                 return 0, False
-            return (None, False) if tracked.found == UNKNOWN else answer(tracked.found, computed)
+            if tracked.found == UNKNOWN:
+                return (None, False) if self._view.up else (0, False)
+            return answer(tracked.found, computed)
         if not self._view.up:
             return 0, False
         if self._may_fetch(tracked, computed):

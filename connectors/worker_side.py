@@ -105,7 +105,7 @@ class WorkerSide:
         if now:
             step = EngineStep(self._tools.mover.moment())
             # Blocks that a request holds may be another's that are computed in this very step.
-            self._step = step if any(isinstance(order, Load) and order.held_blocks for order in now) else None
+            self._step = step if any(isinstance(order, (Load, Fill)) and order.held_blocks for order in now) else None
             self._loop.call_soon_threadsafe(self._begin, now, step)
 
     def _is_told(self, order: Order) -> bool:
@@ -237,7 +237,7 @@ class WorkerSide:
         if push is None or push.over:
             self.reports.add_received(order.request, order.blocks)
             return
-        push.fill, push.begun, push.received = order, step.begun, False
+        push.fill, push.filling, push.begun, push.received = order, step, step.begun, False
         push.wake.set()
 
     def _decide(self, order: FirstToken) -> None:

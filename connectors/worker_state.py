@@ -129,6 +129,7 @@ class Push:
     begun: Moment  # what the engine had begun before it
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     fill: Fill | None = None
+    filling: EngineStep | None = None  # that the fill came with
     save: Save | None = None  # the newest
     saved: Moment = None  # behind the step that computes what it names
     copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs

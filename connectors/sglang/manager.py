@@ -77,7 +77,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
         async def connect(*, deadline_s: float) -> DaemonClient:
             own = register()
-            if self.is_prefill:
+            if self.is_prefill and rank is None:  # ranks would give their pages back in different steps
                 own.stows()
             return await DaemonClient.connect(
                 socket, role, told, worker, deadline_s=deadline_s, late_ms=LATE_MS, own=own, rank=rank

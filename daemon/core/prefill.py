@@ -11,14 +11,7 @@ from collections.abc import Sequence
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
-from kvferry.daemon.core.effects import (
-    Effect,
-    EndSend,
-    FailAsk,
-    Outbox,
-    SendProgress,
-    ZeroTail,
-)
+from kvferry.daemon.core.effects import Effect, EndSend, FailAsk, Outbox, SendProgress, ZeroTail
 from kvferry.daemon.core.errors import (
     RequestError,
     aborted,
@@ -199,11 +192,14 @@ class PrefillCore:
     def fetch(self, worker: int, name: Name, request: wire.Fetch, now: float) -> None:
         """The engine names blocks for what can be fetched."""
         entry, _ = self._table.prompt_of(worker, name)
-        if not entry.told:
-            self.cache.clock.now = now
-            if error := self.fetches.named(entry, request):
-                self._keeper.fail(entry, error)
-            self._pump(now)
+        if entry.told:
+            return
+        if entry.worker_done:
+            raise precondition(f"name {name} is out of the worker's hands: fetch comes before Begun")
+        self.cache.clock.now = now
+        if error := self.fetches.named(entry, request):
+            self._keeper.fail(entry, error)
+        self._pump(now)
 
     def aux(self, worker: int, name: Name, blob: bytes, now: float) -> None:
         """The worker's last word on the request: it touches the pages no more."""

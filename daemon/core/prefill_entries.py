@@ -197,6 +197,7 @@ class EntryKeeper:
             return None
         self._rested = {entry: since for entry, since in self._rested.items() if entry.rests}
         rested = [entry for entry, since in self._rested.items() if since + REST_SECONDS <= now]
+        rested = [entry for entry in rested if entry.prompt is not None and not entry.prompt.rows]  # those hold no page
         for wants in self.supply.first_asked() if rested else ():
             any_tenant = wants.namespace.within_hard(wants.wanted)  # else its own hard quota is what is in the way
             found = [entry for entry in rested if any_tenant or entry.scope is wants.namespace]

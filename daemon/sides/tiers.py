@@ -64,6 +64,7 @@ class SideTiers:
         self._shape: PoolShape | None = None  # of the memory that is, or was last
         self._host: HostTier | None = None
         self._blocks: BlockShape | None = None  # likewise, where an engine names blocks
+        self._engine_stows = False  # what is in its blocks may be moved out of them
         self._held: HeldPages | None = None  # of the cache, for its present number of pages
         self._indexes = 0  # ever made
         self._copies_before = CopyStatistics()  # of memory that was let go
@@ -144,7 +145,7 @@ class SideTiers:
     @property
     def stows(self) -> bool:
         """Whether computed prompts of a prefill engine that has blocks of its own may wait in the host tier."""
-        return self._role == "prefill" and self._blocks is not None and self._host is not None
+        return self._role == "prefill" and self._engine_stows and self._host is not None
 
     @property
     def can_be_sent(self) -> bool:
@@ -222,6 +223,7 @@ class SideTiers:
             raise (exhausted(message) if full else precondition(message)) from error
         self.take(facts, cache, memory, host)
         self._blocks = self._shape_of(registration)
+        self._engine_stows = self._may_stow(registration)
         held.show(cache)
         self._side.tiers_made(cache)
         self.has_pool.set()
@@ -263,13 +265,17 @@ class SideTiers:
             )
         host_pages = config.host_bytes // row_bytes
         if registration is not None and registration.block_tokens:
-            return pages, self._host_pages_below_blocks(host_pages, registration.stows)
+            return pages, self._host_pages_below_blocks(host_pages, self._may_stow(registration))
         if config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
                 f"--host-bytes is {config.host_bytes}, a page of this model {row_bytes}; "
                 "the host tier must hold 1 to 2^31 - 1 pages"
             )
         return pages, host_pages
+
+    def _may_stow(self, registration: Registration | None) -> bool:
+        """Only pages that are one block each: of smaller ones a last page lacks some."""
+        return registration is not None and registration.stows and registration.block_tokens == self._config.page_size
 
     def _host_pages_below_blocks(self, pages: int, stows: bool) -> int:
         """The host tier's size below an engine's blocks; the log says what else of the settings is of no use there.
@@ -364,6 +370,7 @@ class SideTiers:
             self._host.attach(memory)
         self.cache.resize(pages)
         self._blocks = self._shape_of(registration)
+        self._engine_stows = self._may_stow(registration)
         held.show(self.cache)
         self.epoch = secrets.randbits(63)
         self.facts = facts

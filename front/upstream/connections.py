@@ -1,13 +1,14 @@
 """Connections to servers, kept from one request to the next. httpx's own pool looks at all that it has four times a
 request, which was a quarter of the front end's CPU time at 32 streams, and grows with their number.
 
-How many there are is bounded by the requests that run. What has been idle for `IDLE_SECONDS` is closed when another
-connection of the same server comes back.
+How many there are is bounded by the requests that ran within `IDLE_SECONDS`. What has been idle for so long is closed
+when another connection, of whichever server, comes back.
 """
 
 from __future__ import annotations
 
 import ssl
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -15,6 +16,7 @@ import httpcore
 import httpx
 
 IDLE_SECONDS = 5.0  # as httpx has it
+SWEEP_SECONDS = 1.0
 _ERRORS: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
     (httpcore.ConnectTimeout, httpx.ConnectTimeout),
     (httpcore.ReadTimeout, httpx.ReadTimeout),
@@ -39,6 +41,7 @@ class Connections(httpx.AsyncBaseTransport):
     def __init__(self) -> None:
         self._idle: dict[_Origin, deque[httpcore.AsyncHTTPConnection]] = {}
         self._tls: ssl.SSLContext | None = None
+        self._swept = 0.0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -64,7 +67,7 @@ class Connections(httpx.AsyncBaseTransport):
         return httpx.Response(answer.status, headers=answer.headers, stream=stream, extensions=answer.extensions)
 
     async def _taken(self, origin: _Origin) -> httpcore.AsyncHTTPConnection:
-        idle = self._idle.setdefault(origin, deque())
+        idle = self._idle.get(origin, ())
         while idle:
             connection = idle.pop()
             if not connection.has_expired():  # nor has its server closed it
@@ -79,13 +82,23 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def _back(self, origin: _Origin, connection: httpcore.AsyncHTTPConnection) -> None:
         """Keeps the connection if another request can go through it."""
-        idle = self._idle.setdefault(origin, deque())
         if connection.is_idle():
-            idle.append(connection)
-        while idle and idle[0].has_expired():
-            await idle.popleft().aclose()
-        if not idle:
-            del self._idle[origin]
+            self._idle.setdefault(origin, deque()).append(connection)
+        now = time.monotonic()
+        if now - self._swept >= SWEEP_SECONDS:
+            self._swept = now
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Closes what has expired, of all servers: some are asked nothing more."""
+        expired = []
+        for origin, idle in list(self._idle.items()):
+            while idle and idle[0].has_expired():
+                expired.append(idle.popleft())
+            if not idle:
+                del self._idle[origin]
+        for connection in expired:
+            await connection.aclose()
 
     async def aclose(self) -> None:
         idle, self._idle = [each for kept in self._idle.values() for each in kept], {}

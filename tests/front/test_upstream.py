@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -145,5 +147,37 @@ def test_who_cannot_be_reached_is_httpx_own_error() -> None:
                 await client.get("http://127.0.0.1:9/")
             with pytest.raises(httpx.ConnectError):
                 await client.get("http://nobody.invalid/")
+
+    asyncio.run(run())
+
+
+class Expired:
+    """A connection that its server has closed; to close it takes a turn of the loop."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def is_idle(self) -> bool:
+        return False
+
+    def has_expired(self) -> bool:
+        return True
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        self.closed += 1
+
+
+def test_servers_that_are_gone_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever server's replies end, and however many at once."""
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.0)
+
+    async def run() -> None:
+        kept, here, gone = Connections(), (b"http", b"a", 80), (b"http", b"b", 80)
+        there = [Expired() for _ in range(4)]
+        idle = cast(Any, kept._idle)
+        idle[here], idle[gone] = deque(there[:2]), deque(there[2:])
+        await asyncio.gather(*(kept._back(here, cast(Any, Expired())) for _ in range(3)))
+        assert [each.closed for each in there] == [1] * 4 and not kept._idle
 
     asyncio.run(run())

@@ -368,6 +368,24 @@ def test_two_fetches_do_not_write_a_block(over: bool) -> None:
         assert f"blocks has {BLOCKS[3]}, which is fetched into for another" in event.failed.error.message
 
 
+def test_a_fetch_behind_the_workers_last_word_is_refused_and_harms_nothing() -> None:
+    side = offered(held=3)
+    side.fetch(())
+    side.core.progress(1, A, TOKENS, 1.0, (*BLOCKS, 99))
+    side.core.aux(1, A, b"", 1.0)
+    side.take()
+    state = side.state
+    with pytest.raises(RequestError, match="fetch comes before Begun"):
+        side.fetch(BLOCKS)
+    assert side.state is state and not side.told("failed")
+    side.core.abort(1, A, 2.0)
+    with pytest.raises(RequestError, match="fetch comes before Begun"):
+        side.fetch(BLOCKS)
+    side.core.tail_zeroed(A, 3.0)
+    side.core.send_ended(1, 1, 3.0)
+    assert A not in side.core.entries
+
+
 def test_nobody_fetches_what_was_not_offered() -> None:
     side = InBlocks()
     side.begin_in_blocks()
