@@ -47,6 +47,19 @@ def test_a_prompt_waits_until_the_daemon_says_what_it_has() -> None:
     assert (side.counts.begins, side.counts.waits, side.counts.fills, side.counts.fill_tokens) == (1, 1, 1, 24)
 
 
+def test_a_daemon_that_stands_still_is_not_waited_for() -> None:
+    daemon = Daemon(fetch_tokens=16)
+    side, request, _ = waiting(daemon)
+    daemon.up = False
+    assert side.matched(request, 0) == (0, False)
+    side.allocated(request, blocks(61), 0)
+    daemon.up = True
+    found(side, 40)
+    assert orders(side) == [], "what it says later comes too late"
+    (save,) = orders(side, a=61)
+    assert isinstance(save, Save) and save.tokens == TOKENS
+
+
 @pytest.mark.parametrize("tokens", [0, 16])
 def test_where_nothing_has_come_the_engine_computes(tokens: int) -> None:
     side, request, _ = waiting(computed=16)
