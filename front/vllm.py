@@ -149,9 +149,12 @@ class VllmFront:
             return False
 
     def authorization(self, given: str) -> str:
-        """The header for the servers: the token for them, else the client's own where nobody here has read it."""
+        """The header for the servers: the token for them, else the client's own where nobody here has read it.
+        Refusal of what no header may have."""
         if self.config.engine_token is not None:
             return self.config.engine_token.header
+        if not given.isascii():
+            raise Refusal(400, "authorization: the header has a character that is not ASCII")
         return given if self.config.passes_authorization else ""
 
     def _found(self, places: list[Place]) -> None:

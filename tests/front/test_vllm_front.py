@@ -286,6 +286,8 @@ def test_what_prefill_refuses_or_does_not_send_decode_does_alone() -> None:
             assert w.front.counts.again == 2
             for heard in (*w.prefill.heard, *w.decode.heard):
                 assert (heard["authorization"], heard["accept-encoding"]) == ("Bearer x", "identity")
+            wrong = await w.client.post(CHAT, json=ask(), headers={"authorization": b"Bearer \xe9"})
+            assert wrong.status_code == 400 and "authorization: " in wrong.json()["error"]["message"]
 
     asyncio.run(run())
 
