@@ -110,7 +110,7 @@ def test_its_thread_is_known_to_the_kernel(pair: Pair) -> None:
     def names() -> list[str]:
         found = []
         for task in Path("/proc/self/task").iterdir():
-            with suppress(FileNotFoundError):  # it has ended
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 found.append(task.joinpath("comm").read_text().strip())
         return found
 

@@ -100,8 +100,14 @@ def test_a_request_that_waits_is_shown_with_its_stage(stack: Stack) -> None:
     at = f"127.0.0.1:{lasting_port()}"
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=16, decode_flags=["--ui", "--metrics", at]))
     with Engines(prefills[0], decodes[0]) as engines:
-        turn = threading.Thread(target=engines.turn, args=(list(range(100)), 3000))
-        turn.start()
+        over = threading.Event()
+
+        def turns() -> None:
+            while not over.is_set():  # the page is made anew once a second, and a turn may be shorter
+                engines.turn(list(range(100)), 3000)
+
+        turning = threading.Thread(target=turns)
+        turning.start()
         seen: set[str] = set()
 
         def look() -> bool:
@@ -110,8 +116,11 @@ def test_a_request_that_waits_is_shown_with_its_stage(stack: Stack) -> None:
                 seen.add(request["stage"])
             return "ready" in seen
 
-        until(look)
-        turn.join(60)
+        try:
+            until(look)
+        finally:
+            over.set()
+            turning.join(60)
     until(lambda: view(at)["daemons"][0]["roles"][0]["requests"] == [])
 
 
