@@ -1,12 +1,13 @@
 """The host tier beside one GPU: how fast it comes to be, and its copies against the link.
 
-    python bench/gpu/host_tier.py [--gib 56] [--seconds 4]
+    python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only growth copies beside]
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
 standstill of the event loop meanwhile, and what the driver takes to allocate pinned memory itself (1 GiB, in this run).
 The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
-way, and both ways at once.
+way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
+(decode_steps.py), as each copy's strategy is chosen and with each strategy for all.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
 import resource
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, cast
 
 import torch
+from decode_steps import Steps, beside
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
@@ -30,6 +34,7 @@ from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.radix.tree import RESTORE, SPILL
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT
 from kvferry.transfer.host_tier.rows import AnonymousRows
 
 GIB = 1 << 30
@@ -39,6 +44,8 @@ SHAPES = {
 }
 POOL_BYTES, TIER_BYTES = 4 * GIB, 8 * GIB
 UNDER_WAY = 6  # copies in each direction
+WAYS: dict[str, tuple[Any, ...]] = {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}
+PARTS = ("growth", "copies", "beside")
 
 
 @dataclass(frozen=True)
@@ -160,31 +167,51 @@ async def copies(name: str, ways: tuple[Any, ...], seconds: float, tier: HostTie
     return moved / GIB / (time.perf_counter() - began)
 
 
-async def rates(seconds: float) -> None:
-    peaks = link()
-    print("the link: " + ", ".join(f"{name} {rate:.1f} GiB/s" for name, rate in peaks.items()), flush=True)
+async def rates(seconds: float, peaks: dict[str, float], steps: Steps | None = None) -> None:
     for name, (geometry, _) in SHAPES.items():
         with contextlib.closing(pool_of(geometry)) as memory:
             tier, cache = tier_of(memory, TIER_BYTES)
             await tier.grow(cache, bytes(32), lambda: None)
-            for what, ways in {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}.items():
+            for what, ways in WAYS.items():
                 await copies(name, ways, 0.5, tier, cache)
+                if steps is not None:
+                    steps.told()
                 rate = await copies(name, ways, seconds, tier, cache)
-                print(f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link", flush=True)
+                told = f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link"
+                print(told + (f"; a step {median(steps.told()):.2f} ms" if steps is not None else ""), flush=True)
+            used = {each: counts.bytes for each, counts in memory.copy_statistics().strategies.items() if counts.bytes}
+            print("  " + ", ".join(f"{each} {nbytes / GIB:.0f} GiB" for each, nbytes in used.items()), flush=True)
             await tier.close()
+
+
+async def beside_steps(seconds: float, peaks: dict[str, float]) -> None:
+    with beside() as steps:
+        await asyncio.sleep(1.0)
+        print(f"beside an engine's decode steps: {median(steps.told()):.2f} ms without a copy", flush=True)
+        for strategy in (AUTO, "staged", "pitched", "batch", "kernel"):
+            os.environ[ENVIRONMENT] = strategy
+            print(f"strategy {strategy}:", flush=True)
+            await rates(seconds, peaks, steps)
+        os.environ[ENVIRONMENT] = AUTO
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=int, default=56)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)
-    for name, (geometry, _) in SHAPES.items():
+    for name, (geometry, _) in SHAPES.items() if "growth" in args.only else ():
         for which in ("the first time", "again"):
             with contextlib.closing(pool_of(geometry)) as memory:
                 asyncio.run(growth(name, args.gib * GIB, which, memory))
-    asyncio.run(rates(args.seconds))
+    peaks = link()
+    print("the link: " + ", ".join(f"{name} {rate:.1f} GiB/s" for name, rate in peaks.items()), flush=True)
+    if "copies" in args.only:
+        asyncio.run(rates(args.seconds, peaks))
+    if "beside" in args.only:
+        asyncio.run(beside_steps(args.seconds, peaks))
 
 
 if __name__ == "__main__":

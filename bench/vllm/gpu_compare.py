@@ -266,6 +266,8 @@ def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
     ]
     if loads := sum(told.get("kvferry loads", [])):
         parts.insert(0, f"load {1000 * sum(told['kvferry load seconds']) / loads:.1f}")
+    if restored := sum(told.get("kvferry restored bytes", [])):
+        parts.append(restores(restored, sum(told["kvferry restore seconds"]), told))
     failed = sum(told.get("NIXL failed", [])) + sum(told.get("kvferry failed", []))
     return [
         str(answers) + (f" ({failed:.0f} FAILED)" if failed else ""),
@@ -281,6 +283,13 @@ def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
         f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
         ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in memory.items()),
     ]
+
+
+def restores(nbytes: float, seconds: float, told: dict[str, list[float]]) -> str:
+    """While any ran; of the strategies, the bytes of both directions."""
+    copied = {name.removeprefix("copied "): sum(each) for name, each in told.items() if name.startswith("copied ")}
+    shares = ", ".join(f"{name} {100 * each / sum(copied.values()):.0f} %" for name, each in copied.items() if each)
+    return f"restored {nbytes / (1 << 30):.1f} GiB in {seconds:.1f} s ({shares})"
 
 
 def write_table(args: argparse.Namespace) -> int:

@@ -31,8 +31,11 @@ STAGES = {
     "gather": ("prefill", "gather"),
     "write": ("prefill", "write"),
     "scatter": ("decode", "scatter"),
+    "admission": ("decode", "queue"),
+    "pages": ("decode", "pages"),
+    "aux": ("decode", "aux"),
 }
-"""Of kvferry's daemons, of each part, in the mean: (daemon, stage)."""
+"""Of kvferry's daemons, of each part or request, in the mean: (daemon, stage)."""
 COUNTERS = {
     "NIXL bytes": ("decode", "nixl_bytes_transferred_sum"),
     "NIXL descriptors": ("decode", "nixl_num_descriptors_sum"),
@@ -149,7 +152,10 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
     if cluster.daemons:
         stats = cluster.stats("decode")
         found["kvferry bytes"] = stats.transfers.wire_bytes
-        found["kvferry restored pages"] = stats.tiers.restored_pages
+        found["kvferry restored bytes"] = stats.tiers.restored_pages * stats.host.page_bytes
+        found["kvferry restore seconds"] = stats.tiers.restore_seconds
+        for used in stats.copies.strategies:
+            found[f"copied {used.strategy}"] = used.bytes
         for name, (daemon, stage) in STAGES.items():
             for each in cluster.stats(daemon).admit_to_ready.stages:
                 if each.stage == stage:
