@@ -240,13 +240,11 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](Engine* self, int64_t device, const std::string& library, const GpuApiArgument& api, int64_t buffer_bytes,
-             int64_t buffers, int64_t deep_buffer_bytes, int64_t deep_buffers, int64_t deep_piece_bytes,
-             int64_t small_bytes, int64_t growth, int64_t staging_blocks, int64_t bus_blocks,
-             int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
+             int64_t buffers, int64_t deep_buffers, int64_t deep_piece_bytes, int64_t small_bytes, int64_t growth,
+             int64_t staging_blocks, int64_t bus_blocks, int64_t batch_descriptors, int64_t batch_flags, int64_t apart_percent, int64_t pitched_bytes,
              int64_t part_blocks, int64_t part_threads) {
             check_range("buffer_bytes", buffer_bytes, 1, kMaxRowBytes);
             check_range("buffers", buffers, 2, 64);
-            check_range("deep_buffer_bytes", deep_buffer_bytes, 1, kMaxRowBytes);
             check_range("deep_buffers", deep_buffers, 2, 64);
             check_range("deep_piece_bytes", deep_piece_bytes, 1 << 10, kMaxRowBytes);
             check_range("small_bytes", small_bytes, 1, kMaxRowBytes);
@@ -262,7 +260,6 @@ void bind_cuda(nb::module_& m) {
             tuning.pitched_bytes = size_t(pitched_bytes);
             tuning.buffer_bytes = size_t(buffer_bytes);
             tuning.buffers = unsigned(buffers);
-            tuning.deep_buffer_bytes = size_t(std::max(deep_buffer_bytes, buffer_bytes));
             tuning.deep_buffers = unsigned(deep_buffers);
             tuning.deep_piece_bytes = size_t(deep_piece_bytes);
             tuning.small_bytes = size_t(small_bytes);
@@ -278,8 +275,7 @@ void bind_cuda(nb::module_& m) {
           },
           "device"_a = 0, "library"_a = "libcuda.so.1", "api"_a = "cuda", nb::kw_only(),
           "buffer_bytes"_a = CopyTuning().buffer_bytes, "buffers"_a = CopyTuning().buffers,
-          "deep_buffer_bytes"_a = CopyTuning().deep_buffer_bytes, "deep_buffers"_a = CopyTuning().deep_buffers,
-          "deep_piece_bytes"_a = CopyTuning().deep_piece_bytes,
+          "deep_buffers"_a = CopyTuning().deep_buffers, "deep_piece_bytes"_a = CopyTuning().deep_piece_bytes,
           "small_bytes"_a = CopyTuning().small_bytes, "growth"_a = CopyTuning().growth,
           "staging_blocks"_a = CopyTuning().staging_blocks, "bus_blocks"_a = CopyTuning().bus_blocks,
           "batch_descriptors"_a = CopyTuning().batch_descriptors, "batch_flags"_a = CopyTuning().batch_flags,
@@ -334,6 +330,8 @@ void bind_cuda(nb::module_& m) {
            nb::keep_alive<0, 1>(), "The reverse of `copy_list_to_host`.")
       .def("can", [](Engine& self, const CopyStrategyArgument& strategy) { return self.get().can(strategy_named(strategy)); },
            "strategy"_a, "Whether the driver takes this strategy.")
+      .def_prop_ro("mps", [](Engine& self) { return self.get().device()->mps(); }, R"(
+           Whether CUDA's MPS runs this process's kernels beside other processes'; without it they have the GPU by turns.)")
       .def("busy", [](Engine& self) { return self.get().busy(); }, nb::call_guard<nb::gil_scoped_release>(), R"(
            Whether a kernel would have to wait now for others to end. Takes some microseconds, at most about 30.)")
       .def_prop_ro("under_way_to_host", [](Engine& self) { return self.get().backlog(CopyDirection::kToHost).bytes(); },

@@ -21,6 +21,13 @@ GpuUuid GpuDevice::uuid() const {
   return uuid;
 }
 
+bool GpuDevice::mps() const {
+  constexpr int kMpsEnabled = 133;  // CU_DEVICE_ATTRIBUTE_MPS_ENABLED, of CUDA 12.6 on
+  int enabled = 0;
+  return driver_->device_attribute != nullptr &&
+         driver_->device_attribute(&enabled, kMpsEnabled, device_) == kGpuSuccess && enabled != 0;
+}
+
 std::pair<size_t, size_t> GpuDevice::memory_info() const {
   const Use use(*this);
   size_t free = 0, total = 0;

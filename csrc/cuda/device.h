@@ -38,6 +38,8 @@ class GpuDevice {
   const GpuDriver& driver() const { return *driver_; }
   int number() const { return device_; }  // the driver's
   GpuUuid uuid() const;
+  // Whether CUDA's MPS runs this process's kernels beside other processes'; without it they have the GPU by turns.
+  bool mps() const;
   std::pair<size_t, size_t> memory_info() const;  // bytes free, and all
   void check(GpuStatus status, const char* what) const { check_gpu(*driver_, status, what); }
 

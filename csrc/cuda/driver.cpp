@@ -25,6 +25,7 @@ const Name kNames[] = {
     {ENTRY(device_get), "cuDeviceGet", 2000, "hipDeviceGet", true},
     {ENTRY(device_count), "cuDeviceGetCount", 2000, "hipGetDeviceCount", true},
     {ENTRY(device_uuid), "cuDeviceGetUuid", 11040, "hipDeviceGetUuid", true},
+    {ENTRY(device_attribute), "cuDeviceGetAttribute", 2000, nullptr, false},
     {ENTRY(context_retain), "cuDevicePrimaryCtxRetain", 7000, "hipDevicePrimaryCtxRetain", true},
     {ENTRY(context_release), "cuDevicePrimaryCtxRelease", 11000, "hipDevicePrimaryCtxRelease", true},
     {ENTRY(context_push), "cuCtxPushCurrent", 4000, "hipCtxPushCurrent", true},

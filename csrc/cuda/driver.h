@@ -97,6 +97,7 @@ struct GpuDriver {
   GpuStatus (*device_get)(int* device, int ordinal);
   GpuStatus (*device_count)(int* count);
   GpuStatus (*device_uuid)(GpuUuid*, int device);
+  GpuStatus (*device_attribute)(int* value, int attribute, int device);  // their numbers are each vendor's own
   GpuStatus (*context_retain)(GpuContext*, int device);
   GpuStatus (*context_release)(int device);
   GpuStatus (*context_push)(GpuContext);

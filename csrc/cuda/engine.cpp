@@ -40,7 +40,7 @@ GpuCopyEngine::~GpuCopyEngine() {
   for (Lane& lane : lanes_) {
     drain_stream(*device_, lane.stream);
     drain_stream(*device_, lane.apart);
-    for (Ring* ring : {&lane.ring, &lane.deep}) release(*ring);
+    release(lane.ring);
     for (const GpuEvent event : {lane.begun, lane.ended, lane.from, lane.to}) driver_.event_destroy(event);
     for (const GpuStream own : {lane.stream, lane.apart}) driver_.stream_destroy(own);
   }
@@ -183,7 +183,7 @@ CopyStrategy GpuCopyEngine::usable(CopyStrategy strategy, const Pages& copy, Gpu
       fall_back("a fragment is larger than a staging buffer");
       return CopyStrategy::kBatch;
     }
-    if (!prepare(lanes_[size_t(copy.direction)].ring, tuning_.buffer_bytes, tuning_.buffers)) {
+    if (!prepare(lanes_[size_t(copy.direction)].ring, tuning_.buffers)) {
       fall_back("no memory for staging");
       return CopyStrategy::kBatch;
     }
@@ -210,25 +210,18 @@ void GpuCopyEngine::release(Ring& ring) const {
   ring.buffers.clear();
 }
 
-// Long buffers, as many as there is memory for; with less than two none is kept.
-bool GpuCopyEngine::prepare_deep(Lane& lane) {
-  if (lane.deep.buffers.size() >= 2) return true;
-  if (lane.deep.refused) return false;
-  lane.deep.refused = !prepare(lane.deep, tuning_.deep_buffer_bytes, tuning_.deep_buffers);
-  if (lane.deep.refused) release(lane.deep);
-  return !lane.deep.refused;
-}
-
-// False: there is no memory for two buffers.
-bool GpuCopyEngine::prepare(Ring& ring, size_t bytes, unsigned count) {
-  while (ring.buffers.size() < count) {
+// So many buffers, or as many as there is memory for. False: those are not two.
+bool GpuCopyEngine::prepare(Ring& ring, unsigned count) {
+  while (ring.buffers.size() < count && !ring.refused) {
     Buffer buffer;
-    if (driver_.mem_alloc(&buffer.address, bytes) != kGpuSuccess) return ring.buffers.size() >= 2;
+    const bool had = driver_.mem_alloc(&buffer.address, tuning_.buffer_bytes) == kGpuSuccess;
+    ring.refused = !had && ring.buffers.size() >= 2;
+    if (!had) break;
     device_->check(driver_.event_create(&buffer.filled, kGpuEventDisableTiming), "event");
     device_->check(driver_.event_create(&buffer.emptied, kGpuEventDisableTiming), "event");
     ring.buffers.push_back(buffer);
   }
-  return true;
+  return ring.buffers.size() >= 2;
 }
 
 // Buffers go round: while one is on the bus the next is gathered, or the one before scattered. A buffer's event that was
@@ -247,12 +240,12 @@ bool GpuCopyEngine::run_staged(const Pages& copy, GpuStream* on) {
   Buffer* last = nullptr;
   bool launched = true;
   // Behind others: no small parts, which are for a bus that has nothing else to do.
-  const bool deep = copy.alone && lane.backlog.bytes() > tuning_.buffer_bytes && prepare_deep(lane);
-  Ring& ring = deep ? lane.deep : lane.ring;
-  const size_t most = deep ? tuning_.deep_buffer_bytes : tuning_.buffer_bytes, small = deep ? most : tuning_.small_bytes;
-  const size_t piece = deep && probe_->lately() ? tuning_.deep_piece_bytes : most;
+  const size_t most = tuning_.buffer_bytes;
+  const bool behind = copy.alone && lane.backlog.bytes() > most;
+  if (behind || copy.count * layout.row_bytes() > tuning_.buffers * most) prepare(lane.ring, tuning_.deep_buffers);
+  const size_t small = behind ? most : tuning_.small_bytes, piece = behind && probe_->lately() ? tuning_.deep_piece_bytes : most;
   for (const PageChunk& chunk : staged_chunks(layout, copy.count, most, small, tuning_.growth, to_host)) {
-    Buffer& buffer = *(last = &ring.buffers[ring.next++ % ring.buffers.size()]);
+    Buffer& buffer = *(last = &lane.ring.buffers[lane.ring.next++ % lane.ring.buffers.size()]);
     const size_t inside = size_t(chunk.first) * layout.fragment_bytes;
     const size_t bytes = size_t(chunk.count) * layout.fragment_bytes;
     // Row i of the chunk is row i of the buffer; a chunk of one page begins at its first fragment.

@@ -33,12 +33,11 @@ enum class CopyDirection { kToHost, kToDevice };
 struct CopyTuning {
   size_t buffer_bytes = size_t(16) << 20;  // of staging, allocated when first used
   unsigned buffers = 4;                    // a direction
-  // For copies behind others of more than buffer_bytes, and kept from then on. Beside large kernels few launches find room at
-  // the end of each, so these are long, and all that the bus moves until the next end has to lie in buffers.
-  size_t deep_buffer_bytes = size_t(48) << 20;
-  unsigned deep_buffers = 4;
-  // Of what goes over the bus at a time from and to these, while others hold every multiprocessor: at 0.97 of the bus in such
-  // pieces products are slowed by 1.2 %, at 0.99 in longer ones by 1.8 %.
+  // For copies that fill more than those, or are behind others, and kept from then on. Kernels of an engine's process and
+  // this one's have the GPU by turns, of some 4 ms: all that the bus moves until the next turn has to lie in buffers.
+  unsigned deep_buffers = 12;
+  // Of what goes over the bus at a time for copies behind others, while kernels beside them hold every multiprocessor (MPS):
+  // at 0.97 of the bus in such pieces products are slowed by 1.2 %, at 0.99 in longer ones by 1.8 %.
   size_t deep_piece_bytes = size_t(192) << 10;
   size_t small_bytes = size_t(2) << 20;  // of the first part that is gathered, the last that is scattered
   unsigned growth = 4;                   // of the parts between
@@ -111,7 +110,7 @@ class GpuCopyEngine {
   struct Ring {
     std::vector<Buffer> buffers;
     size_t next = 0;
-    bool refused = false;  // memory for two: not asked for again
+    bool refused = false;  // memory for more: not asked for again
   };
   // What one direction stages in: a spill and a restore never wait for each other.
   struct Lane {
@@ -122,7 +121,7 @@ class GpuCopyEngine {
     bool pitched = false;       // there is one
     ApartShare share;
     Backlog backlog;
-    Ring ring, deep;
+    Ring ring;
     // Around a copy, on its stream: its time. Of another copy only when this one's is known.
     GpuEvent from = nullptr, to = nullptr;
     bool timing = false;
@@ -141,8 +140,7 @@ class GpuCopyEngine {
     const int64_t* ids_of(size_t page) const { return ids + page * pages.layout().ids_a_page(); }
   };
 
-  bool prepare(Ring& ring, size_t bytes, unsigned count);
-  bool prepare_deep(Lane& lane);
+  bool prepare(Ring& ring, unsigned count);
   void release(Ring& ring) const;
   void learn_waits();
   CopyStrategy usable(CopyStrategy strategy, const Pages& copy, GpuAddress* rows_on_device);

@@ -248,8 +248,7 @@ class GpuCopyEngine:
         *,
         buffer_bytes: int = 16777216,
         buffers: int = 4,
-        deep_buffer_bytes: int = 50331648,
-        deep_buffers: int = 4,
+        deep_buffers: int = 12,
         deep_piece_bytes: int = 196608,
         small_bytes: int = 2097152,
         growth: int = 4,
@@ -344,6 +343,12 @@ class GpuCopyEngine:
 
     def can(self, strategy: CopyStrategy) -> bool:
         """Whether the driver takes this strategy."""
+
+    @property
+    def mps(self) -> bool:
+        """
+        Whether CUDA's MPS runs this process's kernels beside other processes'; without it they have the GPU by turns.
+        """
 
     def busy(self) -> bool:
         """

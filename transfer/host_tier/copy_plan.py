@@ -1,9 +1,11 @@
 """The choice of the strategy that moves pages between a GPU and the host tier, and a front that asks before each copy.
 
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
-are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). Beside kernels that hold every
-multiprocessor, as matrix products do, that kernel waits for the end of one; then a copy engine walks over the fragments
-itself (`pitched`), which costs it some 2.5 us a page, and nobody else anything. (That time is the engine's, one for
+are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). An engine's process and this one have
+the GPU by turns, so that such a kernel waits for a turn, which staging covers (CopyTuning.deep_buffers). Under MPS it
+runs beside the engine's kernels: where these hold every multiprocessor, as matrix products do, it waits for the end of
+one; then a copy engine walks over the fragments itself (`pitched`), which costs it some 2.5 us a page, and nobody else
+anything. (That time is the engine's, one for
 each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
 kernel as well. Only fragments fill it: see apart_percent in csrc/cuda/engine.h.) It walks slowly over fragments as
 small as a few KiB: where many copies are under way, those are staged all the same, since the bus has others to do while
@@ -97,15 +99,18 @@ class GpuCopies:
         """strategy: of every copy; else the environment's, else what is chosen for each."""
         self.engine = engine
         self.forced = strategy or from_environment()
+        self.beside = engine.mps
+        """Whether other kernels run beside those of copies, in the same turn of the GPU."""
 
     def plan(self, pages: GpuPages, count: int, under_way: Callable[[], int]) -> Strategy:
         """The strategy for a copy of `count` of these pages; under_way: see `choose`."""
         if self.forced is not None:
             return self.forced
         shape = (pages.fragment_bytes, pages.fragments, count)
-        if stays(*shape) or not self.engine.busy():
+        matters = not stays(*shape) and (self.beside or pages.row_bytes < SHORT_ROW)
+        if not matters or not self.engine.busy():
             return choose(*shape, pages.runs)
-        return choose(*shape, pages.runs, busy=True, under_way=under_way())
+        return choose(*shape, pages.runs if self.beside else 0, busy=True, under_way=under_way())
 
     def to_host(
         self,

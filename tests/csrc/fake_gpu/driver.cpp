@@ -142,6 +142,10 @@ GpuStatus hipDeviceGetUuid(GpuUuid* uuid, int device) {
   std::memset(uuid->bytes, 0x10 + device, sizeof uuid->bytes);
   return answer("device_uuid");
 }
+GpuStatus fakeDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 133 && answer("mps") != 0;
+  return answer("device_attribute");
+}
 GpuStatus hipDevicePrimaryCtxRetain(GpuContext* context, int) { return *context = &calls, answer("context_retain"); }
 GpuStatus hipDevicePrimaryCtxRelease(int) { return waiting_answer("context_release"); }
 GpuStatus hipCtxPushCurrent(GpuContext) { return ++contexts, answer("context_push"); }
@@ -373,6 +377,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuDeviceGet", (void*)hipDeviceGet},
       {"cuDeviceGetCount", (void*)hipGetDeviceCount},
       {"cuDeviceGetUuid", (void*)hipDeviceGetUuid},
+      {"cuDeviceGetAttribute", (void*)fakeDeviceGetAttribute},
       {"cuMemGetInfo", (void*)hipMemGetInfo},
       {"cuMemGetAddressRange", (void*)hipMemGetAddressRange},
       {"cuMemsetD8Async", (void*)hipMemsetD8Async},

@@ -86,18 +86,16 @@ def test_bytes(fake: ctypes.CDLL, library: str, strategy: Strategy) -> None:
 
 
 def test_bytes_of_copies_behind_others(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(
-        0, library, buffer_bytes=8192, small_bytes=4096, buffers=2, deep_buffer_bytes=40960, deep_buffers=2
-    )
+    engine = GpuCopyEngine(0, library, buffer_bytes=40960, small_bytes=4096, buffers=2, deep_buffers=5)
     pool = Pool(engine)
     fake.fake_answer(b"event_query", NOT_READY)
     pool.check(["staged", "staged", "pitched"])
-    assert fake.fake_calls(b"mem_alloc") == 1 + 1 + 2 * (2 + 2), "pool, its table, and two rings for each direction"
+    assert fake.fake_calls(b"mem_alloc") == 1 + 1 + 2 * 5, "pool, its table, and a ring for each direction"
 
 
 @pytest.mark.parametrize("piece_bytes", [1024, 5000])
 def test_bytes_beside_kernels_that_hold_the_gpu_go_in_pieces(fake: ctypes.CDLL, library: str, piece_bytes: int) -> None:
-    engine = GpuCopyEngine(0, library, buffer_bytes=8192, deep_buffer_bytes=40960, deep_piece_bytes=piece_bytes)
+    engine = GpuCopyEngine(0, library, buffer_bytes=40960, deep_piece_bytes=piece_bytes)
     pool = Pool(engine)
     fake.fake_answer(b"event_query", NOT_READY)
     pool.check(["staged"])
@@ -115,7 +113,7 @@ def test_bytes_beside_kernels_that_hold_the_gpu_go_in_pieces(fake: ctypes.CDLL, 
 
 
 def test_copies_by_several_threads(fake: ctypes.CDLL, library: str) -> None:
-    in_threads(Pool(GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, deep_buffer_bytes=40960)))
+    in_threads(Pool(GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, deep_buffers=5)))
 
 
 def in_threads(pool: Pool) -> None:
@@ -165,56 +163,50 @@ def test_many_under_way_are_not_all_remembered(fake: ctypes.CDLL, library: str) 
     del held
 
 
-def test_copies_behind_others_are_staged_in_few_long_parts(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(
-        0, library, buffer_bytes=8192, small_bytes=4096, buffers=3, deep_buffer_bytes=1 << 20, deep_buffers=4
-    )
+def test_copies_behind_others_begin_with_no_small_parts_and_have_more_buffers(
+    fake: ctypes.CDLL, library: str
+) -> None:
+    row = 3 * 4096
+    engine = GpuCopyEngine(0, library, buffer_bytes=6 * row, small_bytes=row, growth=2, buffers=3, deep_buffers=7)
     pool = Pool(engine)
     fake.fake_reset()
 
-    def launches() -> int:
-        return int(fake.fake_calls(b"launch"))
+    def launches(piece: int) -> int:
+        before = int(fake.fake_calls(b"launch"))
+        pool.spill(piece, "staged")
+        return int(fake.fake_calls(b"launch")) - before
 
-    pool.spill(0, "staged").wait()
-    alone = launches()
+    assert launches(0) == 4 + 1, "1, 2, 4 pages, the rest of 11, and a probe"
     assert fake.fake_calls(b"mem_alloc") == 3
     fake.fake_answer(b"event_query", NOT_READY)
-    pool.spill(1, "staged"), pool.spill(2, "staged")
-    before = launches()
-    pool.spill(3, "staged")
-    assert launches() - before < alone / 3
-    assert fake.fake_calls(b"mem_alloc") == 3 + 4
+    launches(1)
+    assert launches(2) == 2, "6 pages and the rest"
+    assert fake.fake_calls(b"mem_alloc") == 7
 
 
-def test_without_memory_for_long_parts_short_ones_do(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, buffers=2)
+def test_a_long_copy_has_more_buffers_though_nothing_is_before_it(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, buffer_bytes=12288, small_bytes=4096, buffers=2, deep_buffers=6)
     pool = Pool(engine)
-    pool.check(["staged"])
-    fake.fake_answer(b"event_query", NOT_READY)
-    fake.fake_answer(b"mem_alloc", NO_MEMORY)
+    fake.fake_reset()
+    pool.spill(0, "staged").wait()
+    assert fake.fake_calls(b"mem_alloc") == 6
+
+
+def test_without_memory_for_more_buffers_those_that_are_there_do(fake: ctypes.CDLL, library: str) -> None:
+    engine = GpuCopyEngine(0, library, buffer_bytes=12288, small_bytes=4096, buffers=2)
+    pool = Pool(engine)
     asked = fake.fake_calls(b"mem_alloc")
-    pool.check(["staged"])
-    assert fake.fake_calls(b"mem_alloc") == asked + 2, "once for each direction"
-    assert engine.statistics()["fallbacks"] == {}
-
-
-def test_a_single_long_buffer_is_given_back(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(0, library, buffer_bytes=8192, small_bytes=4096, buffers=2)
-    pool = Pool(engine)
-    pool.check(["staged"])
-    fake.fake_answer(b"event_query", NOT_READY)
-    fake.fake_answer(b"mem_allocs_left", 1)
-    freed, asked = fake.fake_calls(b"mem_free"), fake.fake_calls(b"mem_alloc")
-    held = [pool.spill(piece, "staged") for piece in range(4)]
-    assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2, freed + 1)
-    for copy in held:
-        copy.wait()  # the restores read its rows
-    fake.fake_answer(b"mem_allocs_left", 2)
-    held += [pool.restore(piece, "staged") for piece in range(4)]
-    assert (fake.fake_calls(b"mem_alloc"), fake.fake_calls(b"mem_free")) == (asked + 2 + 3, freed + 1), "two will do"
-    fake.fake_answer(b"event_query", 0)
+    fake.fake_answer(b"mem_allocs_left", 3)
+    held = [pool.spill(0, "staged")]
+    assert fake.fake_calls(b"mem_alloc") == asked + 3 + 1
+    held += [pool.spill(1, "staged"), pool.spill(2, "staged")]
+    assert fake.fake_calls(b"mem_alloc") == asked + 3 + 1, "once for a direction"
     for copy in held:
         copy.wait()
+    fake.fake_answer(b"mem_allocs_left", 100)
+    pool.check(["staged"])
+    assert fake.fake_calls(b"mem_alloc") == asked + 3 + 1 + 12, "restores have a ring of their own"
+    assert engine.statistics()["fallbacks"] == {}
 
 
 @pytest.mark.gpu

@@ -91,8 +91,9 @@ def nothing() -> int:
 class Idle:
     """An engine that is asked whether the GPU is busy."""
 
-    def __init__(self) -> None:
+    def __init__(self, mps: bool) -> None:
         self.asked = 0
+        self.mps = mps
 
     def busy(self) -> bool:
         self.asked += 1
@@ -100,20 +101,32 @@ class Idle:
 
 
 class Pages:
-    fragment_bytes, fragments, runs = 8 * KIB, 64, 1
+    runs = 1
+
+    def __init__(self, fragment_bytes: int, fragments: int = 64) -> None:
+        self.fragment_bytes, self.fragments, self.row_bytes = fragment_bytes, fragments, fragment_bytes * fragments
 
 
 def test_the_gpu_is_asked_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
-    engine, pages = Idle(), Pages()
+    engine, pages = Idle(mps=True), Pages(8 * KIB)
     copies = GpuCopies(engine)  # type: ignore[arg-type]
     assert [copies.plan(pages, 10, nothing) for _ in range(2)] == ["staged", "pitched"]  # type: ignore[arg-type]
-    pages.fragment_bytes = 512 * KIB
-    assert copies.plan(pages, 10, nothing) == "batch"  # type: ignore[arg-type]
+    assert copies.plan(Pages(512 * KIB), 10, nothing) == "batch"  # type: ignore[arg-type]
     monkeypatch.setenv(ENVIRONMENT, "loop")
     assert GpuCopies(engine).plan(pages, 10, nothing) == "loop"  # type: ignore[arg-type]
     assert GpuCopies(engine, "kernel").plan(pages, 10, nothing) == "kernel"  # type: ignore[arg-type]
     assert engine.asked == 2
+
+
+def test_where_processes_have_the_gpu_by_turns_only_short_rows_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    engine = Idle(mps=False)
+    copies = GpuCopies(engine)  # type: ignore[arg-type]
+    assert {copies.plan(Pages(32 * KIB), 10, nothing) for _ in range(3)} == {"staged"}  # type: ignore[arg-type]
+    assert engine.asked == 0
+    short = Pages(4 * KIB, 8)
+    assert [copies.plan(short, 100, nothing) for _ in range(2)] == ["kernel", "batch"]  # type: ignore[arg-type]
 
 
 def test_environment() -> None:
