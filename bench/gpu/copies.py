@@ -5,8 +5,8 @@ strategy, arrays and launches included) to its end, medians. `peak`: one copy of
 run. `batch` and `loop`: one cuMemcpyBatchAsync, and a loop of cuMemcpyAsync, over the same fragments, by the same
 engine. `list`: the same fragments as a list of addresses and sizes, moved as is chosen for it. limit: bytes / (0.945 x
 peak) + 60 us; ok: within it, and not slower than batch. Under load: 8192^3 bf16 products on another stream of this
-process, as MPS has those of other processes, pairs with and without copies in turn, two or more copies in flight all the
-time, in no order with each other.
+process, as MPS has those of other processes, pairs with and without copies in turn, two or more copies in flight all
+the time, in no order with each other.
 
     python bench/gpu/copies.py [--repeat 21] [--pairs 20] [--only verify,idle,load] [--beside chosen,staged]
         [--in-flight 2,4] [--apart 0]

@@ -1,13 +1,13 @@
 """The host tier beside one GPU: how fast it comes to be, and its copies against the link.
 
-    python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only growth copies beside]
+    python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only growth copies beside] [--strategies auto staged]
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
 standstill of the event loop meanwhile, and what the driver takes to allocate pinned memory itself (1 GiB, in this run).
 The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
 way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
-(decode_steps.py), as each copy's strategy is chosen and with each strategy for all.
+(decode_steps.py), as each copy's strategy is chosen (auto) and with one strategy for all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.radix.tree import RESTORE, SPILL
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape
-from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT
+from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT, STRATEGIES
 from kvferry.transfer.host_tier.rows import AnonymousRows
 
 GIB = 1 << 30
@@ -184,11 +184,11 @@ async def rates(seconds: float, peaks: dict[str, float], steps: Steps | None = N
             await tier.close()
 
 
-async def beside_steps(seconds: float, peaks: dict[str, float]) -> None:
+async def beside_steps(seconds: float, peaks: dict[str, float], strategies: list[str]) -> None:
     with beside() as steps:
         await asyncio.sleep(1.0)
         print(f"beside an engine's decode steps: {median(steps.told()):.2f} ms without a copy", flush=True)
-        for strategy in (AUTO, "staged", "pitched", "batch", "kernel"):
+        for strategy in strategies:
             os.environ[ENVIRONMENT] = strategy
             print(f"strategy {strategy}:", flush=True)
             await rates(seconds, peaks, steps)
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--gib", type=int, default=56)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--strategies", nargs="+", choices=(AUTO, *STRATEGIES), default=[AUTO, *STRATEGIES])
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)
     for name, (geometry, _) in SHAPES.items() if "growth" in args.only else ():
@@ -211,7 +212,7 @@ def main() -> None:
     if "copies" in args.only:
         asyncio.run(rates(args.seconds, peaks))
     if "beside" in args.only:
-        asyncio.run(beside_steps(args.seconds, peaks))
+        asyncio.run(beside_steps(args.seconds, peaks, args.strategies))
 
 
 if __name__ == "__main__":

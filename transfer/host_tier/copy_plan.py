@@ -2,7 +2,8 @@
 
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
 are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). An engine's process and this one have
-the GPU by turns, so that such a kernel waits for a turn, which staging covers (CopyTuning.deep_buffers). Under MPS it
+the GPU by turns, so that such a kernel waits for a turn, which staging covers (CopyTuning.deep_buffers), and the engine
+for the kernel's: spills, for which nobody waits, go without one where fragments are long enough (`batch`). Under MPS it
 runs beside the engine's kernels: where these hold every multiprocessor, as matrix products do, it waits for the end of
 one; then a copy engine walks over the fragments itself (`pitched`), which costs it some 2.5 us a page, and nobody else
 anything. (That time is the engine's, one for
@@ -41,6 +42,7 @@ __all__ = ["ENVIRONMENT", "STRATEGIES", "GpuCopies", "Strategy", "choose", "choo
 ListStrategy = Literal["batch", "loop", "kernel"]
 
 LONG_FRAGMENT = 512 << 10  # bytes: from here on a copy engine is as fast on fragments as on what was gathered
+LONG_SPILLED = 32 << 10  # bytes: from here on a copy engine is as fast on fragments as 0.7 of the bus
 SHORT_ROW = 64 << 10  # bytes: under this a copy engine is slow on rows as well
 FEW_COPIES = 2  # their calls take less time than a gather
 SHORT_ITEM = 256 << 10  # bytes, the mean of a list: under this a copy engine is slower on items than that kernel
@@ -102,6 +104,12 @@ class GpuCopies:
         self.beside = engine.mps
         """Whether other kernels run beside those of copies, in the same turn of the GPU."""
 
+    def plan_spill(self, pages: GpuPages, count: int) -> Strategy:
+        """The strategy for a copy of `count` of these pages to the host."""
+        if self.forced is None and not self.beside and pages.fragment_bytes >= LONG_SPILLED:
+            return "batch"
+        return self.plan(pages, count, lambda: self.engine.under_way_to_host)
+
     def plan(self, pages: GpuPages, count: int, under_way: Callable[[], int]) -> Strategy:
         """The strategy for a copy of `count` of these pages; under_way: see `choose`."""
         if self.forced is not None:
@@ -128,7 +136,7 @@ class GpuCopies:
         `stream`; None: in no order with what is not done yet. Hold the result until it is done.
         """
         ids = _ids(page_ids)
-        strategy = self.plan(pages, len(ids) // pages.ids_a_page, lambda: self.engine.under_way_to_host)
+        strategy = self.plan_spill(pages, len(ids) // pages.ids_a_page)
         to = _from(rows, row_offset), row_stride or pages.row_bytes, _ids(row_ids)
         return self.engine.copy_pages_to_host(pages, ids, *to, stream, strategy, _order(stream))
 

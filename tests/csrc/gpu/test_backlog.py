@@ -163,9 +163,7 @@ def test_many_under_way_are_not_all_remembered(fake: ctypes.CDLL, library: str) 
     del held
 
 
-def test_copies_behind_others_begin_with_no_small_parts_and_have_more_buffers(
-    fake: ctypes.CDLL, library: str
-) -> None:
+def test_copies_behind_others_begin_with_no_small_parts_and_have_more_buffers(fake: ctypes.CDLL, library: str) -> None:
     row = 3 * 4096
     engine = GpuCopyEngine(0, library, buffer_bytes=6 * row, small_bytes=row, growth=2, buffers=3, deep_buffers=7)
     pool = Pool(engine)

@@ -129,6 +129,15 @@ def test_where_processes_have_the_gpu_by_turns_only_short_rows_ask(monkeypatch: 
     assert [copies.plan(short, 100, nothing) for _ in range(2)] == ["kernel", "batch"]  # type: ignore[arg-type]
 
 
+def test_spills_of_long_fragments_take_nothing_of_an_engines_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    copies = GpuCopies(Idle(mps=False))  # type: ignore[arg-type]
+    assert copies.plan_spill(Pages(32 * KIB), 10) == "batch"  # type: ignore[arg-type]
+    assert copies.plan_spill(Pages(32 * KIB - 16), 10) == "staged"  # type: ignore[arg-type]
+    assert GpuCopies(Idle(mps=True)).plan_spill(Pages(32 * KIB), 10) == "staged"  # type: ignore[arg-type]
+    assert GpuCopies(Idle(mps=False), "kernel").plan_spill(Pages(32 * KIB), 10) == "kernel"  # type: ignore[arg-type]
+
+
 def test_environment() -> None:
     assert from_environment({}) is None
     assert from_environment({ENVIRONMENT: "auto"}) is None
