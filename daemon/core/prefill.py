@@ -191,8 +191,8 @@ class PrefillCore:
 
     def fetch(self, worker: int, name: Name, request: wire.Fetch, now: float) -> None:
         """The engine names blocks for what can be fetched."""
-        entry, _ = self._table.prompt_of(worker, name)
-        if entry.told:
+        entry = self._table.unless_over(worker, name)
+        if entry is None or entry.told:
             return
         if entry.worker_done:
             raise precondition(f"name {name} is out of the worker's hands: fetch comes before Begun")
@@ -224,14 +224,11 @@ class PrefillCore:
             self._keeper.settle(entry)
         self._pump(now)
 
-    def stow(self, worker: int, name: Name, now: float) -> None:
-        """The worker wants a computed prompt's blocks back, which is to wait in the host tier."""
-        entry = self.entries.get(name)
-        if entry is None or entry.prompt is None:
-            return  # it has ended meanwhile, and the worker was told
-        self._table.prompt_of(worker, name)
-        if not entry.done:
-            self._keeper.stows.begin(entry)
+    def stow(self, worker: int, name: Name, now: float, *, can: bool = True) -> None:
+        """The worker wants a computed prompt's blocks back, which is to wait in the host tier, if it `can`."""
+        entry = self._table.unless_over(worker, name)
+        if entry is not None and not entry.done:
+            self._keeper.stows.begin(entry, can)
             self._pump(now)
 
     def abort(self, worker: int, name: Name, now: float) -> None:

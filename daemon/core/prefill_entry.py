@@ -232,6 +232,11 @@ class Rendezvous:
         self._over.pop(entry.name, None)
         self._yielded.pop(entry.name, None)
 
+    def unless_over(self, worker: int, name: Name) -> Entry | None:
+        """The entry that the worker began; None where it is over, of which the worker was told."""
+        entry = self.entries.get(name)
+        return None if entry is None or entry.prompt is None else self.prompt_of(worker, name)[0]
+
     def of_worker(self, worker: int) -> list[tuple[Entry, BegunPrompt]]:
         return [(e, e.prompt) for e in self.entries.values() if e.prompt is not None and e.prompt.worker == worker]
 

@@ -89,7 +89,8 @@ class PrefillSide(Side[PrefillCore]):
             elif kind == "aux":
                 core.aux(number, name, message.aux.blob, now)
             elif kind == "stow":
-                self._stow(worker, name, now)
+                # An engine that came later may have smaller blocks, of which a last page lacks some.
+                core.stow(number, name, now, can=self.tiers.stows and self.tiers.can_be_sent)
             else:
                 core.abort(number, name, now)
         except RequestError as error:
@@ -109,12 +110,6 @@ class PrefillSide(Side[PrefillCore]):
             self.ready_core.begin_refused(name, error)
             raise
         self.traces.looked_up(worker.number, name, now)
-
-    def _stow(self, worker: Worker, name: Name, now: float) -> None:
-        if self.tiers.can_be_sent:
-            self.ready_core.stow(worker.number, name, now)
-        else:
-            self.tell(worker.number, wire.WorkerEvent(stowed=wire.Stowed(name=name.to_proto())))
 
     def _check_begin(self, request: wire.Begin) -> None:
         if self.draining:

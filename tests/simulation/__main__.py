@@ -1,6 +1,7 @@
 """python -m tests.simulation --seed N             replays a seed, and says what is wrong with it
 python -m tests.simulation --seeds 0:500 --jobs 2  runs many, and prints what happened in them
-With --blocks the engines of each seed have blocks of their own.
+With --blocks the engines of each seed have blocks of their own; with --stows prefill's want those back of prompts that
+wait, and with --patience they wait for what decode holds.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from tests.simulation.faults import Draw, draw_all, draw_faults, with_blocks
+from tests.simulation.faults import Draw, draw_all, draw_faults, with_blocks, with_patience, with_stows
 from tests.simulation.simulator import Simulation, simulate, simulated
 
 COMMAND = "python -m tests.simulation"
+SETTINGS = {"blocks": with_blocks, "stows": with_stows, "patience": with_patience}
 # Of what every seed has, with the counters that it is the sum of.
 LEAST = {
     "requests": ("requests",),
@@ -67,8 +69,9 @@ def replay(seed: int, faults: Draw, last: int) -> int:
 
 
 def _flag(faults: Draw) -> str:
-    drawn = faults.args[0] if isinstance(faults, partial) else faults
-    return " --all-faults" * (drawn is draw_all) + " --blocks" * isinstance(faults, partial)
+    drawn, setting = (faults.args[0], faults.func) if isinstance(faults, partial) else (faults, None)
+    named = [f" --{name}" for name, draw in SETTINGS.items() if draw is setting]
+    return " --all-faults" * (drawn is draw_all) + "".join(named)
 
 
 def show(counts: Counter[str]) -> None:
@@ -111,14 +114,15 @@ def main() -> int:
     chosen.add_argument("--seed", type=int, help="replay this one")
     chosen.add_argument("--seeds", metavar="FIRST:END", help="run these")
     parser.add_argument("--all-faults", action="store_true", help="every kind of fault in each seed")
-    parser.add_argument("--blocks", action="store_true", help="engines with blocks of their own in each seed")
+    for name in SETTINGS:
+        parser.add_argument(f"--{name}", action="append_const", dest="settings", const=name, help="in each seed")
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--last", type=int, default=40, help="events shown of a seed that is wrong (40)")
     options = parser.parse_args()
     logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # they warn of every fault
     faults = draw_all if options.all_faults else draw_faults
-    if options.blocks:
-        faults = partial(with_blocks, faults)
+    for name in options.settings or ():
+        faults = partial(SETTINGS[name], faults)
     if options.seed is not None:
         return replay(options.seed, faults, options.last)
     first, _, end = options.seeds.partition(":")

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache, CacheLimits
-from kvferry.daemon.core.effects import Effect, StartTransfer
+from kvferry.daemon.core.effects import Effect, StartFetch, StartTransfer
 from kvferry.daemon.core.kv_events import TokenChain
 from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.namespaces import Quota, slack
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.daemon.peers.dialing import dial_plainly
-from kvferry.daemon.peers.sending import Sending
 from kvferry.daemon.server import POLL_SECONDS, TICK_SECONDS
 from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.sides.decode import DecodeSide
@@ -29,11 +28,11 @@ from kvferry.radix.digests import DIGEST_BYTES, root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import layout_fingerprint
-from kvferry.transfer.protocol.receiver import Receiver
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 from tests.simulation.clients import watching
 from tests.simulation.clients.published import Published
 from tests.simulation.clock import Clock, Violation, expect
+from tests.simulation.ends import check_receiver, check_sender
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.prompts import ENGINE_GEOMETRY, GEOMETRY, PAGE, content
 from tests.simulation.storage.blocks import BlockMemory
@@ -150,6 +149,7 @@ class SimSide:
         side.tiers.take(self.tenants[0], cache, cast(PoolMemory, memory), cast("HostTier | None", tier))
         if setting.blocks:
             side.tiers._blocks = BlockShape(setting.blocks, setting.block_tokens, PAGE)
+            side.tiers._engine_stows = faults.stows > 0 and setting.block_tokens == PAGE
         self.process.here(side.tiers_made, cache)
         for facts in self.tenants:
             cache.namespace(facts.id)
@@ -159,7 +159,8 @@ class SimSide:
         assert cache.host is not None
         pages, setting = cache.host_asked, self.setting
         layout = layout_fingerprint(setting.geometry, setting.ranks)
-        rows = LooseRows(pages) if disk is None else disk.open(pages, layout)
+        waits = setting.blocks and cast(AnySide, self).role == "prefill"  # nothing of it is for the next daemon
+        rows = LooseRows(pages) if disk is None or waits else disk.open(pages, layout)
         tier = SimTier(self.process, memory, rows, failing=self.faults.tier_fails, checksums=setting.checksums)
         cache.host.log_frees = True
         return tier
@@ -396,6 +397,11 @@ class SimPrefill(SimSide, PrefillSide):
                 if session.fetching is not None:
                     check_receiver(session.fetching.receiver, f"{who}, back")
 
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, StartFetch):
+            watching.fetch(self, effect)
+        super().perform(effect)
+
     def on_fetched(self, transfer: int, prompt_pages: Sequence[int]) -> None:
         fetch = self.ready_core.fetches._open[transfer]
         prompt = fetch.entry.prompt
@@ -412,26 +418,6 @@ class SimPrefill(SimSide, PrefillSide):
     def on_fetch_drained(self, transfer: int) -> None:
         self.clock.counts["fetches that were stopped"] += 1
         super().on_fetch_drained(transfer)
-
-
-def check_receiver(receiver: Receiver, who: str) -> None:
-    """Nothing is on its way to it."""
-    receiver.check()
-    expect(not receiver.transfers(), f"{who}: the receiver holds transfers {receiver.transfers()}")
-    free, slots = receiver.free_credits, receiver.slots * receiver.ranks
-    expect(free == slots, f"{who}: {free} of {slots} slots are granted")
-
-
-def check_sender(sending: Sending, slots: int, who: str) -> None:
-    """Nothing is on its way from it. slots: of its own, on each rank."""
-    sender, granted = sending.sender, sending.session.remote_slots
-    assert sender is not None
-    sender.check()
-    expect(not sender.transfers(), f"{who}: the sender holds transfers {sender.transfers()}")
-    credits = sender.free_credits
-    expect(credits == granted, f"{who}: the sender has {credits} of {granted} credits")
-    free, own = sender.free_send_slots, slots * len(sender._free_slots)  # of ranks that send
-    expect(free == own, f"{who}: {free} of {own} sending slots are free")
 
 
 def sized(config: DaemonConfig, setting: Setting) -> DaemonConfig:

@@ -85,9 +85,10 @@ class EngineProcess(Process):
 
     def _hello_with_blocks(self) -> wire.WorkerHello:
         """Another number of them, and of another size."""
-        tokens, random = self.clock.random.choice(BLOCK_TOKENS), self.clock.random
+        random, stows = self.clock.random, self.side.faults.stows > 0
+        tokens = random.choice((*BLOCK_TOKENS, PAGE) if stows else BLOCK_TOKENS)
         blocks = random.choice(BLOCK_PAGES[self.side.role]) * PAGE // tokens + random.randrange(2)
-        pool = wire.EnginePool(pages=blocks, storage=common.STORAGE_PAGE_MAJOR, block_tokens=tokens)
+        pool = wire.EnginePool(pages=blocks, storage=common.STORAGE_PAGE_MAJOR, block_tokens=tokens, stows=stows)
         size = block_bytes(tokens)
         memory = wire.EngineMemory(file=wire.SharedFile(name="engine-0"), nbytes=PLACES * blocks * size)
         pool.ranks.add(

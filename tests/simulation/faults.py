@@ -48,6 +48,8 @@ class Faults:
     blunders: float = 0.0  # of their requests, which name a block of another one's
     way_back: bool = False  # prefill daemons fetch whatever decode holds and they lack
     fetch_seconds: float = 1.0  # that they wait at most, for an Ask and for a fetch
+    patience: bool = False  # some prefill workers could compute without the daemon's pages, and wait for a fetch alone
+    stows: float = 0.0  # of computed prompts in an engine's blocks, which it wants back before they are asked for
 
     @property
     def none(self) -> bool:
@@ -97,6 +99,20 @@ def draw_faults(clock: Clock) -> Faults:
 def with_blocks(draw: Draw, clock: Clock) -> Faults:
     """Of every seed, whichever it is."""
     return replace(draw(clock), blocks=True, blunders=0.02)
+
+
+def with_stows(draw: Draw, clock: Clock) -> Faults:
+    """Prefill engines have blocks, and have computed prompts wait in the host tier."""
+    return replace(draw(clock), blocks=True, blunders=0.02, stows=0.7)
+
+
+def with_patience(draw: Draw, clock: Clock) -> Faults:
+    """Whatever decode holds is fetched, in two of three seeds into an engine's blocks."""
+    seed = clock.seed
+    waits = (1.0, 0.004)[seed // 3 % 2]
+    return replace(
+        draw(clock), blocks=seed % 3 > 0, blunders=0.0, way_back=True, fetch_seconds=waits, patience=True, stows=0.3
+    )
 
 
 def draw_all(clock: Clock) -> Faults:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
-from tests.simulation.clients.block_jobs import BlockDecodeJob, BlockPrefillJob
+from tests.simulation.clients.block_jobs import BlockDecodeJob
+from tests.simulation.clients.block_prefill_jobs import BlockPrefillJob
 from tests.simulation.clients.decode_jobs import DecodeJob
 from tests.simulation.clients.prefill_jobs import PrefillJob
 from tests.simulation.clock import expect
@@ -162,7 +163,8 @@ class Attempt:
     def begin(self, decode: Process, prefill: Process | None) -> None:
         clock = self.request.clock
         self.legs = {"decode", "prefill"} if prefill is not None else {"decode"}
-        clock.after(clock.between(0.0, 0.01), self._begin_decode, decode, prefill)
+        late = clock.chance(self.request.simulation.faults.stows / 2)  # so that computed prompts wait
+        clock.after(clock.between(0.0, 0.2 if late else 0.01), self._begin_decode, decode, prefill)
         if prefill is not None:
             clock.after(clock.between(0.0, 0.01), self._begin_prefill, prefill)
 

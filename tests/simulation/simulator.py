@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 from unittest import mock
@@ -28,22 +28,12 @@ from tests.simulation.faults import Draw, Faults, draw_faults
 from tests.simulation.front import _ALWAYS_WRONG, REQUESTS, Attempt, Conversation, Request
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.network import Network
-from tests.simulation.prompts import ENGINE_GEOMETRY, PAGE, PAGE_BYTES, Prompt
+from tests.simulation.pools import of_blocks, pools_with_blocks
+from tests.simulation.prompts import PAGE, PAGE_BYTES, Prompt
 from tests.simulation.restarts import Restarts
-from tests.simulation.storage.blocks import BLOCK_PAGES, BLOCK_TOKENS
 from tests.simulation.workers import Process
 
 T = TypeVar("T")
-
-# Whose memory the pools of decode and of prefill are, where blocks are in it.
-_WITH_BLOCKS = (
-    ("blocks", "blocks"),
-    ("blocks", "blocks"),
-    ("blocks", "daemon"),
-    ("blocks", "engine"),
-    ("daemon", "blocks"),
-    ("engine", "blocks"),
-)
 
 _BOUNDS = ("pages were asked for", "transfers of name", "are orphaned until these let go")  # that a seed may reach
 END_SECONDS = 20.0
@@ -88,7 +78,7 @@ class Simulation:
         self._pools = dict.fromkeys(("decode", "prefill"), "daemon")
         if self.faults.blocks:
             decodes, prefills = 1, 1
-            self._pools["decode"], self._pools["prefill"] = random.choice(_WITH_BLOCKS)
+            self._pools = pools_with_blocks(self.faults, random)
             self.ranked = False
         elif (decodes, prefills) == (1, 1) and self.seed % 3 == 0:
             self._pools = dict.fromkeys(self._pools, "engine")
@@ -322,7 +312,8 @@ class Simulation:
         return (EngineProcess if side.config.pool == "engine" else Process)(clock, side, tenant)
 
     def new_prefill(self, name: str) -> SimPrefill:
-        setting = self._of_blocks("prefill", self._setting())
+        setting = self._setting(tiered=self.faults.stows > 0)
+        setting = of_blocks(setting, self.faults, "prefill", self._pools["prefill"], self.clock.random)
         config = sized(_config(name, "prefill", {}, self._pools["prefill"]), setting)
         side = SimPrefill(self.clock, config, setting, self.faults, self.network, self.restarts.disk(name))
         self._add(side)
@@ -330,7 +321,8 @@ class Simulation:
         return side
 
     def new_decode(self, name: str, *, tiered: bool) -> SimDecode:
-        setting = self._of_blocks("decode", self._setting(tiered=tiered))
+        setting = self._setting(tiered=tiered)
+        setting = of_blocks(setting, self.faults, "decode", self._pools["decode"], self.clock.random)
         peers = {prefill.config.name: _address(prefill.config.name) for prefill in self.prefills}
         config = sized(_config(name, "decode", peers, self._pools["decode"]), setting)
         side = SimDecode(self.clock, config, setting, self.faults, self.network, self.restarts.disk(name))
@@ -362,26 +354,6 @@ class Simulation:
             zero_freed=random.random() < 0.5,
             ranks=random.choice([1, 2, 2, 4, 4, 8]) if self.ranked else 1,
             way_back=self.faults.way_back,
-        )
-
-    def _of_blocks(self, role: str, setting: Setting) -> Setting:
-        """The setting where one side's pages, or both sides', are blocks."""
-        if not self.faults.blocks:
-            return setting
-        setting = replace(setting, geometry=ENGINE_GEOMETRY, ranks=1)
-        if self._pools[role] != "blocks":
-            return setting
-        tokens, random = self.clock.random.choice(BLOCK_TOKENS), self.clock.random
-        blocks = random.choice(BLOCK_PAGES[role]) * PAGE // tokens
-        return replace(
-            setting,
-            pages=2 * blocks,
-            blocks=blocks,
-            block_tokens=tokens,
-            host_pages=setting.host_pages if role == "decode" else 0,  # of no use there
-            overcommit=1.0,
-            quota=None,
-            zero_freed=False,
         )
 
 

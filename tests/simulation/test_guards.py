@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvferry.daemon.core.admission_queue import Admission, QueueWalk
 from kvferry.daemon.core.blocks.block_tier import BlockCopy, BlockTier
+from kvferry.daemon.core.blocks.stows import Stows
 from kvferry.daemon.core.cache import Cache, FlushCount
 from kvferry.daemon.core.decode import DecodeCore
 from kvferry.daemon.core.decode_leases import LeaseKeeper
 from kvferry.daemon.core.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.core.lease import Lease
-from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.limits import Name, NamedBlocks
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pin, Pins
 from kvferry.daemon.core.prefill import PrefillCore
 from kvferry.daemon.core.prefill_entries import EntryKeeper
-from kvferry.daemon.core.prefill_entry import Entry
+from kvferry.daemon.core.prefill_entry import Entry, EntryState
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
 from kvferry.daemon.core.way_back.fetches import Fetch, Fetches
@@ -40,7 +42,7 @@ from kvferry.transfer.host_tier.index import RowIndex
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
-from tests.simulation.faults import Draw, Faults, draw_faults
+from tests.simulation.faults import Draw, Faults, draw_faults, with_patience, with_stows
 from tests.simulation.simulator import simulate
 from tests.simulation.storage.test_disk import believe_the_file, clear_nothing
 
@@ -250,6 +252,46 @@ def begin_at_once(fetches: Fetches, number: int, reason: str) -> None:
         fetches._over(fetch)
 
 
+def stows_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
+    return bool(entry.sends) or entry.zeroing or entry.fetch is not None
+
+
+def rows_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
+    return not (entry.prompt is not None and entry.prompt.rows) and _copies_run(keeper, entry)
+
+
+_copies_run, _ended = EntryKeeper.copies_run, Stows.ended
+
+
+def stow_what_was_asked_for(stows: Stows, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> bool:
+    copy = stows._running.get(number)
+    if copy is not None and not copy.entry.done:
+        copy.entry.state = EntryState.COMPUTED
+    return _ended(stows, number, failed, mismatched, seconds)
+
+
+def stow_what_failed(stows: Stows, number: int, failed: Sequence[int], mismatched: int, seconds: float) -> bool:
+    return _ended(stows, number, (), mismatched, seconds)
+
+
+_of_pages, _proceed = NamedBlocks.of_pages, Fetches._proceed
+
+
+def held_or_not(blocks: NamedBlocks, pages: range, held: int = 0) -> tuple[int, ...]:
+    return _of_pages(blocks, pages)
+
+
+def still_named(blocks: NamedBlocks) -> None:
+    return None
+
+
+def fetch_all_the_same(fetches: Fetches, entry: Entry) -> None:
+    _proceed(fetches, entry)
+    assert entry.prompt is not None
+    if entry not in fetches._short:
+        entry.prompt.patience = wire.PATIENCE_FETCH
+
+
 @dataclass(frozen=True)
 class Guard:
     owner: object  # a class or a module
@@ -257,6 +299,7 @@ class Guard:
     mutant: object
     faults: Faults  # that lead to where it stands
     first: int = 0  # seed with which harm is found at once
+    all: Draw = draw_faults  # all faults, where those of each seed do not lead there
 
 
 FILES = Faults(host_files=1.0, decode_restarts=8, restarts=4)
@@ -264,6 +307,9 @@ BREAKS = Faults(broken_streams=20)
 FILLS = Faults(held=0.5, hangs=0.2)
 BLOCKS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, blunders=0.1)
 BACK = Faults(restarts=4, tier_fails=0.1, way_back=True)
+STOWS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, stows=1.0)
+WAITS = Faults(aborts=0.1, blocks=True, way_back=True, patience=True)
+ALL_STOWS, ALL_WAITS = partial(with_stows, draw_faults), partial(with_patience, draw_faults)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
@@ -307,6 +353,17 @@ GUARDS = {
     "pages that are fetched into": Guard(EntryKeeper, "copies_run", fetches_without_a_look, replace(BACK, aborts=0.9)),
     "fetched pages behind a gap": Guard(Fetch, "ready", property(gaps_and_all), replace(BACK, fetch_seconds=0.004)),
     "copies of a fetch that is stopped": Guard(Fetches, "stop", begin_at_once, replace(BACK, fetch_seconds=0.004), 4),
+    "blocks that are copied to the tier": Guard(EntryKeeper, "copies_run", stows_without_a_look, STOWS, 4, ALL_STOWS),
+    "rows that are sent": Guard(EntryKeeper, "copies_run", rows_without_a_look, STOWS, 2, ALL_STOWS),
+    "blocks that are sent": Guard(Stows, "ended", stow_what_was_asked_for, STOWS, 1, ALL_STOWS),
+    "prompts that are not in the tier": Guard(Stows, "ended", stow_what_failed, STOWS, 0, ALL_STOWS),
+    "blocks that an engine holds": Guard(NamedBlocks, "of_pages", held_or_not, WAITS, 0, ALL_WAITS),
+    "blocks into which nothing came": Guard(
+        NamedBlocks, "forget", still_named, replace(WAITS, fetch_seconds=0.004), 9, ALL_WAITS
+    ),
+    "who was told to compute": Guard(
+        Fetches, "_proceed", fetch_all_the_same, replace(WAITS, fetch_seconds=0.004, blocks=False), 0, ALL_WAITS
+    ),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }
 
@@ -350,6 +407,6 @@ def test_without_a_guard_harm_is_found(guard: str, monkeypatch: pytest.MonkeyPat
 def test_without_a_guard_harm_is_found_among_all_faults(
     guard: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = harm(GUARDS[guard], monkeypatch, draw_faults)
+    found = harm(GUARDS[guard], monkeypatch, GUARDS[guard].all)
     with capsys.disabled():
         print(f"\n{found}")

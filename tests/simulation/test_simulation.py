@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.__main__ import LEAST, Outcome, outcome, show
-from tests.simulation.faults import Draw, Faults, draw_all, draw_faults, with_blocks
+from tests.simulation.clock import Clock
+from tests.simulation.faults import Draw, Faults, draw_all, draw_faults, with_blocks, with_patience, with_stows
 from tests.simulation.front import REQUESTS
 from tests.simulation.simulator import simulate
+
+Setting = Callable[[Draw, Clock], Faults]
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a run of many seeds must have met: else the oracle has looked at nothing.
@@ -108,6 +111,26 @@ MET_WITH_BLOCKS = (
     "tokens loaded into blocks",
 )
 BLOCKS = (3, 10)  # seeds that meet all of it
+# Likewise, of prefill engines that want blocks back of what waits, and that wait for what is fetched: with such seeds.
+MET_WITH_STOWS = (
+    "engines registered again",
+    "parts sent from the host tier",
+    "prompts that wait in the host tier",
+    "spills that failed",
+    "stows of what was asked for",
+    "stows that had no room, or failed",
+    "tails of blocks cut",
+)
+MET_WITH_PATIENCE = (
+    "engines that waited long enough for pages",
+    "fetches behind what ends within a page",
+    "fetches into blocks",
+    "fetches that were stopped",
+    "pages that came back",
+    "prompts that wait in the host tier",
+)
+WAITING = {with_stows: (MET_WITH_STOWS, (10,)), with_patience: (MET_WITH_PATIENCE, (5, 9))}
+MANY_WAITING = 300
 
 
 def judge(outcomes: list[Outcome], always: Sequence[str] = MET) -> None:
@@ -133,6 +156,23 @@ def test_seeds() -> None:
 
 def test_seeds_with_blocks() -> None:
     judge([outcome(seed, partial(with_blocks, draw_all)) for seed in BLOCKS], MET_WITH_BLOCKS)
+
+
+@pytest.mark.parametrize("setting", WAITING)
+def test_seeds_with_prompts_that_wait(setting: Setting) -> None:
+    met, seeds = WAITING[setting]
+    judge([outcome(seed, partial(setting, draw_all)) for seed in seeds], met)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("setting", WAITING)
+def test_many_seeds_with_prompts_that_wait(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        faults = partial(outcome, faults=partial(setting, draw_all))
+        outcomes = list(executor.map(faults, range(MANY_WAITING), chunksize=8))
+    with capsys.disabled():
+        judge(outcomes, WAITING[setting][0])
 
 
 @pytest.mark.nightly

@@ -132,8 +132,8 @@ class Process:
             generations = self.memory.generations(body.pages)
             matched = 0 if kind == "grown" else body.matched_tokens // PAGE
             self.memory.check_clean(body.pages[matched:], f"a worker is given pages by {kind}")
-        if kind == "ended" and (job := self.jobs.get(Name(body.name.request_id, body.name.attempt))) is not None:
-            job.daemon_lets_go()
+        if (job := self.jobs.get(Name(body.name.request_id, body.name.attempt))) is not None:
+            job.daemon_says(kind, body)
         self._down.send(self._hear, kind, body, generations)
 
     def _hear(self, kind: str, body: object, generations: list[int]) -> None:
@@ -208,6 +208,7 @@ class Job:
         self.stopped = False  # it computes no more; its last word is said or will be
         self.said_last = False
         self.cancelled = False
+        self.fetchable = True  # its worker waits for what is fetched for it
         process.jobs[name] = self
 
     def message(self, kind: str) -> wire.WorkerMessage:
@@ -235,8 +236,10 @@ class Job:
         del self.process.jobs[self.name]
         self.leg.on_over(not self.cancelled)
 
-    def daemon_lets_go(self) -> None:
-        """Its daemon says Ended, and touches nothing of it any more."""
+    def daemon_says(self, kind: str, body: object) -> None:
+        """Its daemon has just said that: what it may touch is another from now on."""
+        if kind == "proceed":
+            self.fetchable = body.fetch_tokens > 0  # type: ignore[attr-defined]
 
     def take(self, pages: Sequence[int], generations: list[int]) -> None:
         self.pages += pages

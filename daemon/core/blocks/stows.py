@@ -44,7 +44,7 @@ class Stows:
         self._settle = settle
         self._running: dict[int, StowCopy] = {}
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: Entry, can: bool) -> None:
         """The worker of a computed prompt wants its blocks back. It is told Stowed, now or when the copy has ended."""
         prompt, host = entry.prompt, self._cache.host
         assert prompt is not None
@@ -53,7 +53,7 @@ class Stows:
         if prompt.rows or entry.stowing or prompt.aux is None:
             raise precondition(f"stow of name {entry.name}: it comes once, behind aux")
         pages = prompt.pages
-        room = host is not None and host.free >= len(pages) and not self._cache.copies.full
+        room = can and host is not None and host.free >= len(pages) and not self._cache.copies.full
         if host is None or not room or entry.zeroing or entry.state is not EntryState.COMPUTED:
             self._tell(entry, stored=False)
             return

@@ -165,6 +165,18 @@ def test_where_the_tier_has_no_room_the_pages_stay(host_pages: int) -> None:
         side.stowed(A)
 
 
+def test_what_cannot_be_moved_stays_and_what_is_over_is_not_answered() -> None:
+    side = Prefill()
+    side.core.stow(1, A, 0.0, can=False)
+    side.take()
+    assert not side.seen
+    side.compute(A)
+    side.core.stow(1, A, 0.0, can=False)
+    side.take()
+    (event,) = side.told("stowed")
+    assert not event.stowed.stored and not event.stowed.asked and not side.of(StartCopy)
+
+
 def test_an_abort_in_the_tier() -> None:
     side = Prefill()
     side.compute(A)

@@ -386,6 +386,19 @@ def test_a_fetch_behind_the_workers_last_word_is_refused_and_harms_nothing() -> 
     assert A not in side.core.entries
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_fetch_that_crosses_failed_is_no_second_failure(told: bool) -> None:
+    side = offered()
+    side.core.done(1, A, 0.0)
+    side.take()
+    assert side.told("failed") and A not in side.core.entries
+    if told:
+        side.core.abort(1, A, 0.0)
+        side.take()
+    side.fetch(BLOCKS)
+    assert not side.seen
+
+
 def test_nobody_fetches_what_was_not_offered() -> None:
     side = InBlocks()
     side.begin_in_blocks()

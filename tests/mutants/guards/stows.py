@@ -65,6 +65,14 @@ GUARDS: tuple[Guard, ...] = (
         CORE,
     ),
     Guard(
+        "only pages that are one block each are moved",
+        "daemon/sides/prefill.py",
+        "PrefillSide.handle",
+        "can=self.tiers.stows and self.tiers.can_be_sent",
+        "can=self.tiers.can_be_sent",
+        ("tests/daemon/sides/test_stowing.py",),
+    ),
+    Guard(
         "what lies behind a prompt's end is not in the tier",
         "daemon/memory/shared.py",
         "SharedPoolMemory.spill",

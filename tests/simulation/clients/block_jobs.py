@@ -7,7 +7,6 @@ from __future__ import annotations
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
-from tests.simulation.clients.prefill_jobs import begin_of, hand_over
 from tests.simulation.clock import expect
 from tests.simulation.daemons import ROOT
 from tests.simulation.prompts import PAGE, Prompt
@@ -18,7 +17,7 @@ STORED = 0.6  # of what was decoded
 STORED_EARLY = 0.2  # of prompts, while their requests live
 
 
-class _BlockJob(Job):
+class BlockJob(Job):
     """`blocks` are of all its tokens, in order; `named` of them, the daemon's until it has said Ended."""
 
     writes = False  # the daemon does, to what is named
@@ -50,7 +49,13 @@ class _BlockJob(Job):
         self.engine.name(blocks, writes=self.writes)
         self.named += blocks
 
+    def daemon_says(self, kind: str, body: object) -> None:
+        super().daemon_says(kind, body)
+        if kind == "ended":
+            self.daemon_lets_go()
+
     def daemon_lets_go(self) -> None:
+        """It touches nothing of the request any more."""
         self.engine.unname(self.named, writes=self.writes)
         self.named = []
 
@@ -77,7 +82,7 @@ class _BlockJob(Job):
         self.over()
 
 
-class BlockDecodeJob(_BlockJob):
+class BlockDecodeJob(BlockJob):
     KIND = "decode"
     writes = True
 
@@ -255,7 +260,7 @@ _NEVER = (
 )
 
 
-class StoreJob(_BlockJob):
+class StoreJob(BlockJob):
     """Full pages of what a request has decoded, handed in."""
 
     KIND = "decode"
@@ -297,61 +302,3 @@ class StoreJob(_BlockJob):
     def over(self) -> None:
         del self.process.jobs[self.name]
         self._parent.stored(self._full)
-
-
-class BlockPrefillJob(_BlockJob):
-    KIND = "prefill"
-
-    def __init__(self, process: Process, name: Name, wanted: Wanted, leg: Leg) -> None:
-        super().__init__(process, name, wanted, leg)
-        self.computed = 0
-        self.wait_for_blocks(len(self.prompt.tokens))
-
-    def has_blocks(self) -> None:
-        """Some of them are known from the beginning."""
-        self.begun = True
-        message = begin_of(self)
-        message.begin.blocks.extend(self._more(self.clock.random.randint(0, len(self.blocks))))
-        self.process.send("begin", message)
-
-    def _more(self, upto: int) -> list[int]:
-        more = self.blocks[len(self.named) : upto]
-        self.name_blocks(more)
-        return more
-
-    def on_begun(self, body: wire.Begun, generations: list[int]) -> None:
-        if self.stopped:
-            return
-        expect(not body.pages and not body.matched_tokens, f"{self.name}: what is a prefill engine's own matched")
-        self.compute(*STEP)
-
-    def kernel(self) -> None:
-        tokens, random = len(self.prompt.tokens), self.clock.random
-        end = min(tokens, self.computed + random.randint(1, 3 * PAGE))
-        self.engine.compute(self.blocks, self.computed, end, self.prompt.contents)
-        self.computed = end
-        if not self.process.connected and end < tokens:
-            self.compute(*STEP)  # it has not noticed that its daemon is gone
-        if self.stopped or not self.process.connected:
-            return
-        message = self.message("progress")
-        message.progress.tokens = end
-        least = -(-end // self.engine.tokens)
-        message.progress.blocks.extend(self._more(random.choice((least, random.randint(least, len(self.blocks))))))
-        self.process.send("progress", message)
-        if end < tokens:
-            self.compute(*STEP)
-            return
-        hand_over(self)
-
-    def cancel(self) -> None:
-        """Also behind aux: who waits for the other half no more says so."""
-        if self.begun:
-            self.stopped = self.said_last and self.cancelled
-            self.said_last = self.said_last and self.cancelled
-        super().cancel()
-
-    def hear(self, kind: str, body: object, generations: list[int]) -> None:
-        if kind == "failed" and self.said_last and not self.cancelled:
-            self.said_last = False  # Failed came behind aux, and awaits its Abort all the same
-        super().hear(kind, body, generations)

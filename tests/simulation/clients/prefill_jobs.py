@@ -5,17 +5,31 @@ from __future__ import annotations
 from kvferry.daemon.core.limits import Name
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.geometry.kv_geometry import Layout
+from tests.simulation.clock import expect
 from tests.simulation.prompts import GARBAGE, PAGE, partial_content
 from tests.simulation.workers import STEP, Job, Leg, Process, Wanted
 
 
-def begin_of(job: Job) -> wire.WorkerMessage:
+def draw_patience(job: Job) -> wire.Patience:
+    """For what its worker waits."""
+    patience: wire.Patience = wire.PATIENCE_PAGES
+    if job.process.side.faults.patience:
+        kinds = (wire.PATIENCE_FETCH, wire.PATIENCE_FETCH, wire.PATIENCE_FETCH, wire.PATIENCE_NONE, patience)
+        patience = job.clock.random.choice(kinds)
+        job.fetchable = patience != wire.PATIENCE_NONE
+    return patience
+
+
+def begin_of(job: Job, patience: wire.Patience) -> wire.WorkerMessage:
     """What tells the daemon of the job's prompt."""
     prompt, wanted = job.prompt, job.wanted
     message = job.message("begin")
     body = message.begin
     body.digests, body.tokens, body.tail_digest = prompt.digests, len(prompt.tokens), prompt.tail
     body.deadline_ms, body.priority, body.warmup = wanted.deadline_ms, wanted.priority, wanted.warmup
+    body.patience = patience
+    if job.process.side.faults.patience and job.clock.chance(0.3):
+        body.held_tokens = job.clock.random.randint(0, len(prompt.tokens))
     return message
 
 
@@ -35,7 +49,16 @@ class PrefillJob(Job):
         super().__init__(process, name, wanted, leg)
         self.computed = 0
         self.may_keep(self.prompt.digests)
-        process.send("begin", begin_of(self))
+        self.patience = draw_patience(self)
+        self.told = False  # to compute
+        process.send("begin", begin_of(self, self.patience))
+
+    def on_proceed(self, body: wire.Proceed, generations: list[int]) -> None:
+        """It computes elsewhere until its pages are there."""
+        waits = self.patience == wire.PATIENCE_FETCH and not self.told
+        expect(waits and not body.fetch_tokens, f"{self.name} is told to proceed with {body.fetch_tokens} tokens")
+        self.clock.counts["engines that waited long enough for pages"] += 1
+        self.told = True
 
     @property
     def _behind(self) -> bytes:
@@ -43,6 +66,7 @@ class PrefillJob(Job):
         return GARBAGE[:1] if self.process.side.setting.geometry.layout is not Layout.ENGINE else b"\0"
 
     def on_begun(self, body: wire.Begun, generations: list[int]) -> None:
+        self.told = True
         if self.stopped:
             return
         self.take(body.pages, generations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvferry.daemon.core.lease import LeaseState
 from kvferry.daemon.core.limits import Name
@@ -14,9 +14,11 @@ from tests.simulation.clock import expect
 from tests.simulation.prompts import PAGE
 
 if TYPE_CHECKING:
+    from kvferry.daemon.core.effects import StartFetch
     from kvferry.daemon.core.lease import Lease
     from kvferry.daemon.sides.workers import Worker
     from tests.simulation.daemons import SimDecode, SimPrefill
+    from tests.simulation.workers import Process
 
 Handle = Callable[[wire.WorkerMessage], None]
 
@@ -41,6 +43,17 @@ def begin(side: SimPrefill, message: wire.WorkerMessage, handle: Handle) -> None
         entry = side.ready_core.entries.get(Name(said.request_id, said.attempt))
         expect(entry is None or entry.prompt is None, f"a prompt is begun by {side.config.name}, which drains")
         side.clock.counts["prompts not taken"] += 1
+
+
+def fetch(side: SimPrefill, effect: StartFetch) -> None:
+    """Nothing is fetched for who computes elsewhere."""
+    said = effect.ask.name
+    name = Name(said.request_id, said.attempt)
+    prompt = side.ready_core.entries[name].prompt
+    assert prompt is not None
+    worker = side.workers.here.get(prompt.worker)
+    job = None if worker is None else cast("Process", worker.events).jobs.get(name)
+    expect(job is None or job.fetchable, f"{side.config.name} fetches for {name}, whose worker does not wait for that")
 
 
 def tokens(side: SimDecode, published: Published, message: wire.WorkerMessage, handle: Handle) -> None:

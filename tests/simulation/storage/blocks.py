@@ -130,6 +130,11 @@ class EngineBlocks:
         starts = (place * _PLACE + index * self.size for place in range(PLACES))
         return b"".join(row[start : start + self.size] for start in starts)
 
+    def until(self, data: bytes, tokens: int) -> bytes:
+        """Of a block's bytes those of its first tokens."""
+        size = max(0, tokens) * TOKEN_BYTES
+        return b"".join(data[start : start + min(size, self.size)] for start in range(0, len(data), self.size))
+
     def _put(self, block: int, data: bytes) -> None:
         for place in range(PLACES):
             start = (place * self.count + block) * self.size
@@ -204,9 +209,13 @@ class BlockMemory(Memory):
     def check(self, pages: Sequence[int], contents: Sequence[bytes], what: str) -> None:
         """Of each page what is there."""
         for i, (page, want) in enumerate(zip(pages, contents, strict=False)):
+            end = self.table.tokens_in(page)  # what is behind it is given to nobody
             for index, block in enumerate(self._of(page)):
                 got = self.blocks.read(block) if block >= 0 else b""
-                if block >= 0 and got != self.blocks.part(want, index):
+                wanted = self.blocks.part(want, index)
+                if end is not None:
+                    got, wanted = (self.blocks.until(each, end - index * self.blocks.tokens) for each in (got, wanted))
+                if block >= 0 and got != wanted:
                     raise Violation(f"{self.who}: {what}: page {i} (id {page}): block {block} holds {got.hex()}")
             for access in self.accesses.get(page, ()):
                 expect(not access.writes, f"{self.who}: {what}: page {i} (id {page}) is written by {access.what}")

@@ -31,7 +31,7 @@ class Memory:
 
     def __init__(self, cache: Cache, who: str, ranks: int = 1) -> None:
         """Where there are more ranks than heads, several have each head: so there are several of every page."""
-        self.pool = cache.pool
+        self.pool, self.host = cache.pool, cache.host
         self.abandoned = False  # its daemon ends in order, and looks no more at what workers still write
         self.who = who
         self.clean = cache.limits.zero_freed  # who is given a page finds nothing in it
@@ -160,6 +160,27 @@ class Access:
             accesses[page].remove(self)
             if not accesses[page]:
                 del accesses[page]
+
+
+class RowAccess:
+    """Likewise of rows of the host tier, which are sent from there: they are their request's alone."""
+
+    __slots__ = ("_generations", "_host", "_rows", "_who")
+
+    def __init__(self, memory: Memory, rows: Sequence[int]) -> None:
+        assert memory.host is not None
+        self._host, self._who, self._rows = memory.host, memory.who, list(rows)
+        self._generations = {row: self._host.generation(row) for row in rows}
+        self.touch(rows)
+
+    def touch(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            state = self._host.state(row)
+            lives = state is PageState.LEASED and self._host.generation(row) == self._generations[row]
+            expect(lives, f"{self._who}: row {row} was given away while it is sent: it is {state.name}")
+
+    def end(self) -> None:
+        self.touch(self._rows)
 
 
 class Clearing(Access):

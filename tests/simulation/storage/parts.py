@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 
 from kvferry._core import HostPages, part_checksum
-from kvferry.daemon.memory.block_table import PagePlaces, PlainPages
+from kvferry.daemon.memory.block_table import PLAIN_PAGES, PagePlaces, PlainPages
 from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
 from kvferry.daemon.memory.shared import host_pages
+from kvferry.daemon.memory.tier_lanes import TierBytes, TierLanes
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
 from kvferry.transfer.courier.host_slots import HostSlots
@@ -31,7 +32,7 @@ from kvferry.transfer.protocol.slots import HEADER_BYTES, Buffer
 from tests.simulation.clock import Clock, expect
 from tests.simulation.prompts import GEOMETRY, PAGE_BYTES
 from tests.simulation.storage.copies import batches, cut, strew
-from tests.simulation.storage.memory import Access, Clearing, Memory
+from tests.simulation.storage.memory import Access, Clearing, Memory, RowAccess
 
 _GATHERED = (PageState.LEASED, PageState.CACHED, PageState.SPILLING, PageState.ORPHANED)
 _SCATTERED = (PageState.LEASED, PageState.ARRIVING, PageState.ORPHANED)
@@ -66,7 +67,12 @@ class _Part:
     __slots__ = ("_offset", "_pages", "_places", "_row_bytes", "access", "payload", "rows", "slot")
 
     def __init__(
-        self, part: Gather | Scatter, rows: HostPages, slot: memoryview, access: Access, places: PagePlaces
+        self,
+        part: Gather | Scatter,
+        rows: HostPages,
+        slot: memoryview,
+        access: Access | RowAccess,
+        places: PagePlaces,
     ) -> None:
         self._places = places
         self.rows, self.slot, self.access = rows, slot[HEADER_BYTES : HEADER_BYTES + part.nbytes], access
@@ -98,8 +104,16 @@ class _Part:
 class SimParts:
     """The copies of one session between slots and the heads that its lanes carry."""
 
-    def __init__(self, pool: SimPoolMemory, slots: HostSlots, ranks: Sequence[int], rows: Sequence[RowMap]) -> None:
-        """ranks, rows: own ones of each lane."""
+    def __init__(
+        self,
+        pool: SimPoolMemory,
+        slots: HostSlots,
+        ranks: Sequence[int],
+        rows: Sequence[RowMap],
+        tier: TierLanes[HostPages] | None = None,
+    ) -> None:
+        """ranks, rows: own ones of each lane. tier: of one that sends, its lanes in the host tier."""
+        self._tier = tier
         self.gathers_at_once = pool.gathers_at_once
         self._pool, self._slots, self._ranks = pool, slots, ranks
         self._lanes = [host_pages(pool.memory.of_rank(rank), each) for rank, each in zip(ranks, rows, strict=True)]
@@ -112,8 +126,11 @@ class SimParts:
     def gather(self, gather: Gather, done: CopyEnd) -> None:
         """Behind the clearing of a tail that was begun before."""
         pool, memory, slot = self._pool, self._pool.memory, self._slots.send_slot(gather.send_slot)
-        access = Access(memory, "a gather", gather.page_ids, _GATHERED, writes=False, behind=_TAIL_CLEARING)
-        part = _Part(gather, self._lanes[gather.lane], slot, access, pool.places)
+        if gather.from_rows:
+            part = self._part_of_rows(gather, slot)
+        else:
+            access = Access(memory, "a gather", gather.page_ids, _GATHERED, writes=False, behind=_TAIL_CLEARING)
+            part = _Part(gather, self._lanes[gather.lane], slot, access, pool.places)
         begins = 0.0
         if pool.tails:
             rank = self._ranks[gather.lane]
@@ -126,6 +143,12 @@ class SimParts:
             done("")
 
         self._copy("gathers", gather.send_slot, part, part.gather, ended, lambda: done("injected"), begins)
+
+    def _part_of_rows(self, gather: Gather, slot: memoryview) -> _Part:
+        assert self._tier is not None, "a session that sends nothing was to send from the host tier"
+        self._pool.clock.counts["parts sent from the host tier"] += 1
+        access = RowAccess(self._pool.memory, gather.page_ids)
+        return _Part(gather, self._tier.of(gather.lane), slot, access, PLAIN_PAGES)
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         memory, slot = self._pool.memory, self._slots.receive_slot(scatter.slot)
@@ -178,7 +201,7 @@ class SimParts:
 
     def close(self) -> None:
         expect(not self._busy, f"{self._pool.memory.who}: copies are closed while those of slots {self._busy} run")
-        for rows in self._lanes:
+        for rows in (*self._lanes, *(self._tier.made if self._tier is not None else ())):
             rows.close()
 
 
@@ -197,6 +220,7 @@ class SimPoolMemory:
         self.tier_copies = 1 + clock.seed % 2 * 2  # as host memory has it, and as GPUs do
         self.gathers_at_once = clock.random.choice((2 * ranks, 64))
         self.tails: dict[tuple[int, int], float] = {}  # by rank and page whose tail is being cleared: when that is done
+        self.tier_rows: TierBytes | None = None  # of a tier that can be sent from
         self.tell = clock.at  # by whom the daemon is told of ends
         self._clearing: dict[Access, Callable[[], None]] = {}  # that run, and what ends each of them
         storages = [self.shape.storages_of(rank)[0] for rank in range(ranks)]
@@ -210,7 +234,8 @@ class SimPoolMemory:
         """Its copies need no pins."""
 
     def sending(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
-        return SimParts(self, link.host_slots, [lane.sender for lane in lanes], self.shape.sending_rows(lanes))
+        tier = TierLanes(self.shape, lanes, lambda: self.tier_rows, lambda _, tier, each: host_pages(tier.data, each))
+        return SimParts(self, link.host_slots, [lane.sender for lane in lanes], self.shape.sending_rows(lanes), tier)
 
     def receiving(self, link: CourierLink, lanes: Sequence[Lane]) -> SimParts:
         return SimParts(self, link.host_slots, [lane.receiver for lane in lanes], self.shape.receiving_rows(lanes))

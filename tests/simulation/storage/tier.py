@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
+import numpy as np
+
+from kvferry.daemon.core.blocks.stows import StowCopy
 from kvferry.daemon.core.cache import Cache
-from kvferry.daemon.core.tier_copies import CopyStarted
+from kvferry.daemon.core.tier_copies import CopyStarted, TierCopy
+from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.daemon.memory.copy_threads import CopyThreads
 from kvferry.daemon.memory.growing_rows import Held
 from kvferry.daemon.memory.host_tier import CopyDone, HostTier
 from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.memory.tier_lanes import TierBytes, clear_tails
 from kvferry.radix.digests import split_digests
 from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
@@ -27,7 +32,7 @@ from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.host_tier.index import DropReason, Recovered
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
-from tests.simulation.prompts import GARBAGE, PAGE_BYTES, content
+from tests.simulation.prompts import GARBAGE, PAGE, PAGE_BYTES, content, partial_content
 from tests.simulation.storage.disk import SimDisk, SimRows
 from tests.simulation.storage.memory import Access
 from tests.simulation.storage.parts import SimPoolMemory
@@ -82,6 +87,10 @@ class LooseRows:
 
     def damage(self, row: int, byte: int) -> None:
         self._bytes[row * PAGE_BYTES + byte] ^= 0x10
+
+    def of_first(self, nbytes: int) -> TierBytes:
+        """From which sessions send."""
+        return np.frombuffer(self._bytes, np.uint8)[:nbytes]
 
     def close(self) -> None:
         pass
@@ -164,15 +173,19 @@ class TierMemory:
     it moves the others."""
 
     def __init__(self, clock: Clock, pool: SimPoolMemory, rows: Rows, failing: float) -> None:
-        self._clock, self._memory, self._rows, self._failing = clock, pool.memory, rows, failing
+        self._clock, self._pool, self._rows, self._failing = clock, pool, rows, failing
+        self._memory = pool.memory
         self.shape = pool.shape
         self._moving: dict[int, Moving] = {}  # by the first of the pages
 
     def attach_rows(self, rows: memoryview) -> None:
         expect(rows.obj is self._rows.buffer.obj, "other rows")
+        if isinstance(self._rows, LooseRows):
+            self._pool.tier_rows = self._rows.of_first(len(rows))
 
     def detach_rows(self) -> None:
         expect(not self._moving, "copies run while their rows go")
+        self._pool.tier_rows = None
 
     # -- from when a copy is asked for until it has ended ------------------------------------------------------------
 
@@ -211,6 +224,18 @@ class TierMemory:
             self.move_some(moving)
             raise OSError("injected")
         self._move(moving, len(moving.rows) * PAGE_BYTES)
+        if (table := self._memory.table) is not None and not moving.access.writes:
+            assert (table.of(moving.pages) >= 0).all(), "a block that is not there was to be spilled"
+            self._clear_tails(table, moving)
+
+    def _clear_tails(self, table: BlockTable, moving: Moving) -> None:
+        """As the product's pools, behind the copy."""
+        ends = [pair for pair in zip(moving.pages, moving.rows, strict=True) if table.tokens_in(pair[0]) is not None]
+        for page, row in ends:
+            start = row * PAGE_BYTES
+            held = np.frombuffer(bytearray(self._rows.buffer[start : start + PAGE_BYTES]), np.uint8)
+            clear_tails(self.shape, table, np.array([page]), held, np.array([0]))
+            self._rows.put(start, held.tobytes())
 
     def _move(self, moving: Moving, end: int) -> None:
         memory = self._memory
@@ -317,7 +342,7 @@ class SimTier(HostTier):
     def start(self, started: CopyStarted, done: CopyDone) -> None:
         copy = started.copy
         if copy.kind != RESTORE:
-            self._pages.check(copy.device, _contents(copy.digests), "a page that is spilled")
+            self._pages.check(copy.device, _contents_of(copy), "a page that is spilled")
         else:
             self._readers.update(copy.host)
         super().start(started, partial(self._judge, started, self._clock.now, done))
@@ -340,7 +365,7 @@ class SimTier(HostTier):
         bad = set(failed)
         if copy.kind == RESTORE:
             self._readers.subtract(copy.host)
-        for page, row, want in zip(copy.device, copy.host, _contents(copy.digests), strict=True):
+        for page, row, want in zip(copy.device, copy.host, _contents_of(copy), strict=True):
             if page not in bad:
                 self._claimed[row] = want
                 self._pages.check([page], [want], f"one of {what}")
@@ -395,6 +420,14 @@ class SimTier(HostTier):
 
     def _row(self, row: int) -> bytes:
         return bytes(self._rows.buffer[row * PAGE_BYTES : (row + 1) * PAGE_BYTES])
+
+
+def _contents_of(copy: TierCopy) -> list[bytes]:
+    prompt = copy.entry.prompt if isinstance(copy, StowCopy) else None
+    if prompt is None or not prompt.tail_digest:
+        return _contents(copy.digests)
+    tail = partial_content(prompt.tail_digest, prompt.tokens % PAGE)
+    return [*_contents(copy.digests[: -len(prompt.tail_digest)]), tail]
 
 
 def _contents(digests: bytes) -> list[bytes]:
