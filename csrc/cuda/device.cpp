@@ -22,7 +22,7 @@ GpuUuid GpuDevice::uuid() const {
 }
 
 bool GpuDevice::mps() const {
-  constexpr int kMpsEnabled = 133;  // CU_DEVICE_ATTRIBUTE_MPS_ENABLED, of CUDA 12.6 on
+  constexpr int kMpsEnabled = 133;  // CU_DEVICE_ATTRIBUTE_MPS_ENABLED; older drivers do not know it
   int enabled = 0;
   return driver_->device_attribute != nullptr &&
          driver_->device_attribute(&enabled, kMpsEnabled, device_) == kGpuSuccess && enabled != 0;

@@ -42,6 +42,15 @@ def test_busy(fake: ctypes.CDLL, library: str) -> None:
     assert not GpuCopyEngine(0, library).busy()
 
 
+def test_mps_is_known_where_the_driver_tells(fake: ctypes.CDLL, library: str) -> None:
+    assert not GpuCopyEngine(0, library).mps
+    answer(fake, "mps", 1)
+    assert GpuCopyEngine(0, library).mps
+    assert not GpuCopyEngine(0, library, "hip").mps, "it has no such attribute"
+    answer(fake, "device_attribute", 1)
+    assert not GpuCopyEngine(0, library).mps, "an older driver"
+
+
 def test_one_slow_probe_counts_once(fake: ctypes.CDLL, library: str) -> None:
     engine, took = GpuCopyEngine(0, library), 1.0
     for _ in range(50):
