@@ -86,6 +86,7 @@ class Spec:
     threads: int = 1  # of each engine
     ranks: Mapping[str, int] = field(default_factory=dict)  # tensor-parallel, by engine; else 1
     dp: int = 1  # data-parallel ranks of prefill and of decode, each with a daemon of its own, "prefill-0" ...
+    prefills: int = 1  # prefill engines; of several, "prefill-0" ..., each has a daemon and devices of its own
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
     extra_of: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by engine
@@ -139,44 +140,48 @@ class Cluster:
         if self._own is not None:
             self._own.cleanup()
 
+    @property
+    def prefills(self) -> list[str]:
+        """The prefill engines' names."""
+        return ["prefill"] if self.spec.prefills == 1 else [f"prefill-{i}" for i in range(self.spec.prefills)]
+
     # -- what there can be -----------------------------------------------------------------------------------------
 
     def alone(self) -> Engine:
-        return self._wait(self._vllm("alone", 0, None))
+        return self._wait(self._vllm("alone", None))
 
     def nixl(self) -> None:
-        """A prefill and a decode engine with vLLM's own connector; routers ask prefill first."""
+        """Prefill engines and a decode engine with vLLM's own connector; routers ask prefill first."""
         port = (
             SIDE_PORT if CACHES else free_port()
-        )  # vLLM's compile caches go by it: one for both, and so two addresses
-        for name, blocks in (("prefill", self.spec.prefill_blocks), ("decode", self.spec.decode_blocks)):
+        )  # vLLM's compile caches go by it: one for all, and so an address each
+        for place, name in enumerate((*self.prefills, "decode"), 1):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
                 "kv_buffer_device": "cuda" if DEVICES else "cpu",
                 "kv_load_failure_policy": "recompute",
             }
-            host = "127.0.0.1" if name == "prefill" else "127.0.0.2"
-            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-            self._vllm(name, blocks, self._with_others(name, transfer), side)
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": f"127.0.0.{place}", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+            self._vllm(name, self._with_others(name, transfer), side)
         for engine in self.engines.values():
             self._wait(engine)
 
     def start_nixl_front(self) -> None:
         port = free_port()
         words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), str(port)]
-        words += [self.engines[name].url for name in ("prefill", "decode")]
+        words += [self.engines[name].url for name in ("decode", *self.prefills)]
         self.front = self._wait(self._spawn("front", port, words, {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
         module, _, class_name = self.spec.connector_class.partition(":")
         here = [str(ROOT / "bench" / "vllm"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        for name, blocks in (("prefill", self.spec.prefill_blocks), ("decode", self.spec.decode_blocks)):
+        for name in (*self.prefills, "decode"):
             transfer: dict[str, object] = {
                 "kv_connector": class_name,
                 "kv_connector_module_path": module,
-                "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+                "kv_role": "kv_consumer" if name == "decode" else "kv_producer",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
                     "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
@@ -187,7 +192,7 @@ class Cluster:
                 },
             }
             transfer = self._with_others(name, transfer)
-            self._vllm(name, blocks, transfer, {"PYTHONPATH": os.pathsep.join(here)})
+            self._vllm(name, transfer, {"PYTHONPATH": os.pathsep.join(here)})
         for engine in self.engines.values():
             self._wait(engine)
         self.start_front()
@@ -209,8 +214,8 @@ class Cluster:
         if alone := self.engines.get("alone"):
             words += ["--vllm-decode", alone.url]
         else:
-            name, ranks = ("prefill", "") if self.spec.dp == 1 else ("prefill-{dp_rank}", f",{self.spec.dp}")
-            words += ["--vllm-prefill", f"{name}={self.engines['prefill'].url}{ranks}"]
+            rank, ranks = ("", "") if self.spec.dp == 1 else ("-{dp_rank}", f",{self.spec.dp}")
+            words += ["--vllm-prefill", *(f"{name}{rank}={self.engines[name].url}{ranks}" for name in self.prefills)]
             words += ["--vllm-decode", self.engines["decode"].url + ranks]
         front = self.stack.start("front", words)
         self.front = f"http://{self.stack.ready(front)}"
@@ -221,16 +226,17 @@ class Cluster:
         return str(Path(self.stack.folder) / f"{name}.sock")
 
     def start_daemons(self) -> None:
-        """Starts each data-parallel rank's; every decode daemon has all of prefill as peers."""
+        """Starts each engine's, or data-parallel rank's; every decode daemon has all of prefill as peers."""
         pool = ["--pool", "engine"] if self.spec.pool == "engine" else ["--pool-bytes", self.spec.pool_bytes]
         common = ["--page-size", str(self.spec.page_size), *pool, *self.spec.daemon_flags]
         peers: list[str] = []
-        for place, (role, rank) in enumerate(product(("prefill", "decode"), range(self.spec.dp))):
-            name, listen = self.daemon_of(role, rank), f"127.0.0.1:{free_port()}"
+        for place, (engine, rank) in enumerate(product((*self.prefills, "decode"), range(self.spec.dp))):
+            name, listen = self.daemon_of(engine, rank), f"127.0.0.1:{free_port()}"
+            role = "decode" if engine == "decode" else "prefill"
             words = ["serve", "--role", role, "--name", name, "--listen", listen, *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(place)]
             if DEVICES:
-                words += ["--device", ",".join(self._devices(role) if self.spec.dp == 1 else [DEVICES[rank]])]
+                words += ["--device", ",".join(self._devices(engine) if self.spec.dp == 1 else [DEVICES[rank]])]
             else:
                 words += ["--ranks", str(self.spec.ranks.get(role, 1))]
             if role == "prefill":
@@ -240,9 +246,9 @@ class Cluster:
             self._daemon_words[name] = words
             self.start_daemon(name)
 
-    def daemon_of(self, role: str, rank: int = 0) -> str:
+    def daemon_of(self, engine: str, rank: int = 0) -> str:
         """Name of a data-parallel rank's daemon."""
-        return role if self.spec.dp == 1 else f"{role}-{rank}"
+        return engine if self.spec.dp == 1 else f"{engine}-{rank}"
 
     def start_daemon(self, name: str) -> None:
         self.daemons[name] = self.stack.start(f"{name}-daemon", self._daemon_words[name])
@@ -263,9 +269,7 @@ class Cluster:
         text = httpx.get(self.engines[name].url + "/metrics", trust_env=False, timeout=30).text
         return sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", text, re.M))
 
-    def _vllm(
-        self, name: str, blocks: int, transfer: dict[str, object] | None, environment: dict[str, str] | None = None
-    ) -> Engine:
+    def _vllm(self, name: str, transfer: dict[str, object] | None, environment: dict[str, str] | None = None) -> Engine:
         python = self.spec.decode_python if name == "decode" else self.spec.python
         if not python.exists():
             raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
@@ -273,9 +277,15 @@ class Cluster:
         words = [str(python), *self.spec.program, "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
-        if name in ("prefill", "decode"):
-            words += self.spec.decode_flags if name == "decode" else self.spec.prefill_flags
-        if (ranks := self.spec.ranks.get(name, 1)) > 1:
+        blocks = 0
+        if name != "alone":
+            of_decode, of_prefill = (
+                (self.spec.decode_flags, self.spec.decode_blocks),
+                (self.spec.prefill_flags, self.spec.prefill_blocks),
+            )
+            more, blocks = of_decode if name == "decode" else of_prefill
+            words += more
+        if (ranks := self.spec.ranks.get(name.partition("-")[0], 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
         if self.spec.dp > 1 and name != "alone":
             words += ["--data-parallel-size", str(self.spec.dp)]
@@ -306,8 +316,10 @@ class Cluster:
         return self._spawn(name, port, words, {**settings, **(environment or {})})
 
     def _devices(self, name: str) -> list[str]:
-        ranks = self.spec.ranks.get(name, 1) if self.spec.dp == 1 else self.spec.dp
-        return DEVICES[-ranks:] if name == "decode" else DEVICES[:ranks]
+        role, _, number = name.partition("-")
+        ranks = self.spec.ranks.get(role, 1) if self.spec.dp == 1 else self.spec.dp
+        first = int(number or 0) * ranks
+        return DEVICES[-ranks:] if name == "decode" else DEVICES[first : first + ranks]
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{port}.log"

@@ -26,7 +26,9 @@ TIMERS = {
     "NIXL read": ("decode", "nixl_xfer_time_seconds"),
     "NIXL post": ("decode", "nixl_post_time_seconds"),
 }
-"""vLLM's histograms, of which the mean is told: (server, name)."""
+"""vLLM's histograms, of which the mean is told: (servers, name)."""
+SERVERS = {"prefill": "prefill", "decode": "decode", "alone": "decode"}
+"""Of engines: as what their metrics are read."""
 STAGES = {
     "gather": ("prefill", "gather"),
     "write": ("prefill", "write"),
@@ -35,7 +37,7 @@ STAGES = {
     "pages": ("decode", "pages"),
     "aux": ("decode", "aux"),
 }
-"""Of kvferry's daemons, of each part or request, in the mean: (daemon, stage)."""
+"""Of kvferry's daemons, of each part or request, in the mean: (role, stage)."""
 COUNTERS = {
     "NIXL bytes": ("decode", "nixl_bytes_transferred_sum"),
     "NIXL descriptors": ("decode", "nixl_num_descriptors_sum"),
@@ -133,16 +135,16 @@ async def settled() -> None:
     await asyncio.sleep(0.2)
 
 
-def fresh(ids: random.Random, count: int) -> list[int]:
-    return [ids.randrange(1000, 100_000) for _ in range(count)]
+def fresh(ids: random.Random, count: int, top: int = 100_000) -> list[int]:
+    return [ids.randrange(1000, top) for _ in range(count)]
 
 
 async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
     """Sums and counts so far; those that an engine does not have are left out."""
     texts: dict[str, str] = {}
-    for name in ("prefill", "decode", "alone"):
-        if engine := cluster.engines.get(name):
-            texts["decode" if name == "alone" else name] = (await client.get(engine.url + "/metrics")).text
+    for name, engine in cluster.engines.items():
+        if (server := SERVERS.get(name.partition("-")[0])) is not None:
+            texts[server] = texts.get(server, "") + (await client.get(engine.url + "/metrics")).text
     found: dict[str, float] = {}
     for name, (server, metric) in TIMERS.items():
         for part in ("sum", "count"):
@@ -156,10 +158,17 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
         found["kvferry restore seconds"] = stats.tiers.restore_seconds
         for used in stats.copies.strategies:
             found[f"copied {used.strategy}"] = used.bytes
-        for name, (daemon, stage) in STAGES.items():
-            for each in cluster.stats(daemon).admit_to_ready.stages:
-                if each.stage == stage:
-                    found[f"{name} sum"], found[f"{name} count"] = each.seconds.sum, sum(each.seconds.counts)
+        daemons = {daemon: cluster.stats(daemon) for daemon in cluster.daemons}
+        for name, (role, stage) in STAGES.items():
+            stages = [
+                each
+                for daemon, told in daemons.items()
+                if daemon.startswith(role)
+                for each in told.admit_to_ready.stages
+            ]
+            if times := [each.seconds for each in stages if each.stage == stage]:
+                found[f"{name} sum"] = sum(each.sum for each in times)
+                found[f"{name} count"] = sum(sum(each.counts) for each in times)
     return found
 
 

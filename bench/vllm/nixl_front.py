@@ -1,7 +1,7 @@
-"""kvferry's front end before a pair with vLLM's NixlConnector, so that both connectors are measured behind the same
+"""kvferry's front end before servers with vLLM's NixlConnector, so that both connectors are measured behind the same
 one: prefill is asked first, and decode with what it answered.
 
-python bench/vllm/nixl_front.py PORT PREFILL_URL DECODE_URL
+python bench/vllm/nixl_front.py PORT DECODE_URL PREFILL_URL...
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class NixlFront(VllmFront):
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
     ) -> DecodeAnswer:
         half = body.first_token(FROM_NOWHERE)
-        reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers(prefill))
+        prefill.running += 1
+        try:
+            reply = await self.client.post(prefill.url + legs.path, content=half, headers=legs.headers(prefill))
+        finally:
+            prefill.running -= 1
         if reply.status_code != 200:
             raise Refusal(502, f"prefill answered {reply.status_code}: {reply.text[:200]}")
         params = reply.json()["kv_transfer_params"]
@@ -40,9 +44,14 @@ class NixlFront(VllmFront):
 
 
 def main() -> int:
-    port, prefill, decode = sys.argv[1:]
+    port, decode, *prefills = sys.argv[1:]
     vllm_server.VllmFront = NixlFront
-    config = VllmConfig((Place(prefill, "prefill"),), (Place(decode),), first_token_s=240.0, next_token_s=240.0)
+    config = VllmConfig(
+        tuple(Place(url, f"prefill-{number}") for number, url in enumerate(prefills)),
+        (Place(decode),),
+        first_token_s=240.0,
+        next_token_s=240.0,
+    )
     serving = vllm_server.VllmServing("127.0.0.1", int(port), wait_s=60.0, grace_s=1.0)
     return vllm_server.run(config, serving, under=short_collections)
 
