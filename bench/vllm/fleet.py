@@ -243,8 +243,8 @@ def run(args: argparse.Namespace) -> int:
     load, console = load_of(args), Console(width=170)
     if load.shared_tokens > args.decode_tokens:
         print(
-            f"--decode-tokens is {args.decode_tokens}; {load.prefixes} prefixes and what {load.at_once} prompts have of "
-            f"their own are {load.shared_tokens}: fewer --prefixes or --at-once"
+            f"--decode-tokens is {args.decode_tokens}; {load.prefixes} prefixes and what {load.at_once} prompts have "
+            f"of their own are {load.shared_tokens}: fewer --prefixes or --at-once"
         )
         return 2
     if DEVICES and len(DEVICES) < args.prefills + 1:
@@ -289,9 +289,9 @@ def shape_of(row: dict[str, dict[str, object]]) -> str:
     of = row["shape"]
     return (
         f"{of['machine']}\n{of['prefills']} prefill + 1 decode; {of['requests']} requests, {of['at_once']} at a time, "
-        f"of {of['prefixes']} prefixes of {of['prefix']} tokens and {of['own']} of their own, {of['output_tokens']} out; "
-        f"KV for {of['decode_tokens']} tokens at decode, {of['prefill_tokens']} at each prefill engine; caches cold at "
-        "the start"
+        f"of {of['prefixes']} prefixes of {of['prefix']} tokens and {of['own']} of their own, {of['output_tokens']} "
+        f"out; KV for {of['decode_tokens']} tokens at decode, {of['prefill_tokens']} at each prefill engine; caches "
+        "cold at the start"
     )
 
 

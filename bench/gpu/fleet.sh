@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# On a machine with several NVIDIA GPUs and a vLLM that was packed for it (packed_vllm.sh): a prefill engine on each GPU but the last, which
+# has decode's; bench/vllm/fleet.py says what is measured.
+#   bash bench/gpu/fleet.sh OUTPUT_FOLDER [more of fleet.py's flags]     SYSTEMS="nixl-cold nixl kvferry kvferry-back", DEVICES=cuda:0,cuda:1,...
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3}
+OUT_DIR=$1
+shift
+source bench/gpu/build.sh
+source bench/gpu/packed_vllm.sh
+gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | sed 's/^/cuda:/' | paste -sd,)
+export VLLM_DEVICES=${DEVICES:-$gpus}
+prefills=$(tr -cd , <<<"$VLLM_DEVICES" | wc -c)
+for number in $(seq 0 $((prefills - 1))); do
+  [ -d "$VLLM_CACHES/prefill-$number" ] || cp -a "$VLLM_CACHES/prefill" "$VLLM_CACHES/prefill-$number"
+done
+# What a GPU's memory holds beside weights, graphs and daemons.
+if [ "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0)" -gt 130000 ]; then
+  room=(--decode-tokens 819200 --prefill-tokens 819200 --prefixes 10 --at-once 56)
+else
+  room=(--decode-tokens 425984 --prefill-tokens 425984 --prefixes 4 --at-once 44)
+fi
+for system in ${SYSTEMS:-nixl-cold nixl kvferry kvferry-back}; do
+  timeout "${SYSTEM_SECONDS:-600}" $PYTHON bench/vllm/fleet.py run --systems "$system" --prefills "$prefills" "${room[@]}" "$@" \
+    --output "$OUT_DIR/fleet.json" 2>&1 | tail -40
+done
+$PYTHON bench/vllm/fleet.py table "$OUT_DIR/fleet.json" --output "$OUT_DIR/gpu_fleet.txt"

@@ -1,0 +1,219 @@
+"""One session between daemons of several ranks: a prompt's pages from the GPUs of one to those of the other.
+
+    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
+
+In P:D the prefill daemon has the first P of the devices and the decode daemon the last D. This process is both workers:
+it fills pages on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
+`ready` is the time from the report that all pages are computed to decode's Ready, `messages` what the same takes where
+no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links: plain copies of as
+many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run. All
+GPUs compute until the report. Without GPUs: --devices cpu, and as many ranks in host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from delta import daemon, factors_on, rounds_of_products, stages, synchronize
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.daemon.cli.stack import Stack
+from kvferry.proto import common_pb2
+
+LAYERS, HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
+TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
+WARM_UPS, ROUNDS = 2, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A daemon, and this process as its worker."""
+
+    client: DaemonClient
+    devices: list[torch.device]  # of its ranks
+
+    def fill(self, pages: torch.Tensor, seeds: torch.Tensor) -> None:
+        for rank in range(len(self.devices)):
+            for layer in range(LAYERS):
+                self._layer(rank, layer)[pages.to(self._device(rank))] = self._content(rank, layer, seeds)
+
+    def check(self, pages: torch.Tensor, seeds: torch.Tensor) -> None:
+        """AssertionError where a byte is not what `fill` writes."""
+        for rank in range(len(self.devices)):
+            for layer in range(LAYERS):
+                there = self._layer(rank, layer)[pages.to(self._device(rank))]
+                assert torch.equal(there, self._content(rank, layer, seeds)), f"rank {rank}, layer {layer} differs"
+
+    def _layer(self, rank: int, layer: int) -> torch.Tensor:
+        """(pages, K and V, tokens, heads, bytes)."""
+        return torch.as_tensor(self.client.pools.layer(rank, layer))
+
+    def _device(self, rank: int) -> torch.device:
+        return self._layer(rank, 0).device
+
+    def _content(self, rank: int, layer: int, seeds: torch.Tensor) -> torch.Tensor:
+        shape = self._layer(rank, layer).shape
+        words = seeds.to(self._device(rank)).view(-1, 1, 1, 1, 1) + 7 * layer
+        for axis, factor, first in ((1, 3, 0), (2, 5, 0), (3, 11, rank * shape[3]), (4, 1, 0)):
+            of = [1] * 5
+            of[axis] = -1
+            words = words + factor * torch.arange(first, first + shape[axis], device=words.device).view(of)
+        return (words % 251).to(torch.uint8)
+
+
+def facts(pages_of: int) -> common_pb2.NamespaceFacts:
+    geometry = common_pb2.Geometry(layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2)
+    return common_pb2.NamespaceFacts(
+        model=f"lanes-{pages_of}",
+        revision="1",
+        geometry=geometry,
+        digest_algorithm="sha256_cbor",
+        root_digest=bytes(32),
+    )
+
+
+def devices_of(pair: str, devices: list[str]) -> tuple[list[str], list[str]]:
+    prefill, decode = map(int, pair.split(":"))
+    if devices == ["cpu"]:
+        return ["cpu"] * prefill, ["cpu"] * decode
+    if prefill + decode > len(devices):
+        raise SystemExit(f"--pairs has {pair}; --devices has {len(devices)}: each rank needs a GPU of its own")
+    return devices[:prefill], devices[-decode:]
+
+
+def links(sending: list[str], receiving: list[str], nbytes: int) -> float:
+    """Seconds of plain copies of as many bytes, between all ranks that share heads at once, each after products."""
+    lanes = max(len(sending), len(receiving))
+    pairs = [(sending[i * len(sending) // lanes], receiving[i * len(receiving) // lanes]) for i in range(lanes)]
+    buffers = [
+        (
+            torch.empty(nbytes // lanes, dtype=torch.uint8, device=one),
+            torch.empty(nbytes // lanes, dtype=torch.uint8, device=other),
+        )
+        for one, other in pairs
+    ]
+    factors = [factors_on(torch.device(name)) for name in dict.fromkeys(sending + receiving)]
+    streams = [torch.cuda.Stream(source.device) if source.is_cuda else None for source, _ in buffers]
+
+    def copies() -> float:
+        for _ in rounds_of_products(*factors):
+            pass
+        began = time.perf_counter()
+        for (source, target), stream in zip(buffers, streams, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        synchronize(*(each.device for pair in buffers for each in pair))
+        return time.perf_counter() - began
+
+    return statistics.median([copies() for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:])
+
+
+async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
+    sending, receiving = devices_of(pair, args.devices.split(","))
+    page_bytes = 16 * TOKEN_BYTES  # delta's page size
+    pages = int(gib * (1 << 30)) // page_bytes
+    nbytes = pages * page_bytes
+    limit = links(sending, receiving, nbytes)
+    pool = ["--storage", "layer", "--pool-bytes", str((pages + 64) * page_bytes)]
+    with Stack() as stack:
+        words = [["--ranks", str(len(names))] if names[0] == "cpu" else [] for names in (sending, receiving)]
+        at = ["cpu" if names[0] == "cpu" else ",".join(names) for names in (sending, receiving)]
+        first = daemon(stack, "prefill", at[0], pool, words[0], args)
+        address = stack.ready(first)
+        second = daemon(stack, "decode", at[1], pool, [*words[1], "--peer", f"prefill={address}"], args)
+        decode_address = stack.ready(second)
+        sides = []
+        for role, proto_role, names in (
+            ("prefill", common_pb2.ROLE_PREFILL, sending),
+            ("decode", common_pb2.ROLE_DECODE, receiving),
+        ):
+            socket = os.path.join(stack.folder, f"{role}.sock")
+            client = await DaemonClient.connect(socket, proto_role, facts(pages), "bench", deadline_s=60)
+            sides.append(Side(client, [torch.device(name) for name in names]))
+        try:
+            times = [await one(sides, pages, check=number in (0, ROUNDS)) for number in range(WARM_UPS + ROUNDS)]
+            floor = [await one(sides, 1, check=False, again=True) for _ in range(ROUNDS)]
+            found = await stages(decode_address) | await stages(address)
+        except BaseException:
+            print(first.tail(30), second.tail(30), sep="\n", file=sys.stderr)
+            raise
+        finally:
+            for side in sides:
+                await side.client.close()
+    ready, messages = statistics.median(times[WARM_UPS:]), statistics.median(floor)
+    moved = ready - messages
+    told = ", ".join(f"{name} {found[name] * 1e6:.0f}" for name in ("gather", "write", "scatter") if name in found)
+    return (
+        f"{pair:5} {gib:5g} GiB {ready * 1e3:9.2f} {nbytes / ready / 1e9:5.0f} {messages * 1e3:9.2f} "
+        f"{moved * 1e3:7.2f} {nbytes / moved / 1e9:5.0f} {limit * 1e3:8.2f} {nbytes / limit / 1e9:5.0f} {limit / moved:8.0%}   {told}"
+    )
+
+
+async def one(sides: list[Side], pages: int, check: bool, again: bool = False) -> float:
+    """Seconds from the report to Ready. again: the prompt has been moved once, so that none of its pages is missing."""
+    prefill, decode = sides
+    digests, took = os.urandom(32 * pages), 0.0
+    for _ in range(2 if again else 1):
+        name, tokens = RequestName(os.urandom(16), 1), pages * 16
+        ask = {"digests": digests, "tokens": tokens, "tail_digest": b"", "deadline_s": 60.0}
+        begun = await prefill.client.begin(name, **ask)  # type: ignore[arg-type]
+        seeds = torch.randint(251, (pages,))
+        if check:
+            prefill.fill(torch.tensor(begun.pages), seeds)
+        admit = partial(decode.client.admit, prefill="prefill", max_new_tokens=1)
+        admitted = await admit(name, **ask)  # type: ignore[arg-type]
+        await compute(*sides)
+        began = time.perf_counter()
+        prefill.client.progress(name, tokens)
+        prefill.client.aux(name, b"first")
+        await decode.client.ready(name)
+        took = time.perf_counter() - began
+        if check:
+            decode.check(torch.tensor(admitted.pages[:pages]), seeds)
+        if again:
+            await decode.client.finish(name, tokens=tokens, digests=b"")
+        else:
+            await decode.client.abort(name, "measured")
+        await prefill.client.ended(name, 30.0)
+    return took
+
+
+async def compute(*sides: Side) -> None:
+    factors = [factors_on(device) for side in sides for device in side.devices]
+    for _ in rounds_of_products(*factors):
+        await asyncio.sleep(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", nargs="+", default=["2:2", "1:2", "2:1", "1:1"], metavar="P:D")
+    parser.add_argument("--devices", default="cuda:0,cuda:1,cuda:2,cuda:3")
+    parser.add_argument("--gib", nargs="+", type=float, default=[1.0, 4.0], help="of a prompt's pages, on all ranks")
+    parser.add_argument("--slot-bytes", default="64MiB")
+    parser.add_argument("--slots", type=int, default=16)
+    args = parser.parse_args()
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    print(
+        f"{gpu}, torch {torch.__version__}, {os.cpu_count()} processors, {args.slots} slots of {args.slot_bytes} a rank"
+    )
+    print(
+        "ranks payload   ready ms  GB/s  messages   moved  GB/s  plain ms  GB/s  of links   stages of a part, mean us"
+    )
+    for pair in args.pairs:
+        for gib in args.gib:
+            print(asyncio.run(measure(pair, gib, args)), flush=True)
+    print("every byte of two rounds of each row compared")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
