@@ -154,7 +154,8 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     told = ", ".join(f"{name} {found[name] * 1e6:.0f}" for name in ("gather", "write", "scatter") if name in found)
     return (
         f"{pair:5} {gib:5g} GiB {ready * 1e3:9.2f} {nbytes / ready / 1e9:5.0f} {messages * 1e3:9.2f} "
-        f"{moved * 1e3:7.2f} {nbytes / moved / 1e9:5.0f} {limit * 1e3:8.2f} {nbytes / limit / 1e9:5.0f} {limit / moved:8.0%}   {told}"
+        f"{moved * 1e3:7.2f} {nbytes / moved / 1e9:5.0f} {limit * 1e3:8.2f} {nbytes / limit / 1e9:5.0f} "
+        f"{limit / moved:8.0%}   {told}"
     )
 
 
