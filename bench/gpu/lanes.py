@@ -123,7 +123,7 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     pages = int(gib * (1 << 30)) // page_bytes
     nbytes = pages * page_bytes
     limit = links(sending, receiving, nbytes)
-    pool = ["--storage", "layer", "--pool-bytes", str((pages + 64) * page_bytes)]
+    pool = ["--storage", "layer", "--pool-bytes", str((2 * pages + 64) * page_bytes)]
     with Stack() as stack:
         words = [["--ranks", str(len(names))] if names[0] == "cpu" else [] for names in (sending, receiving)]
         at = ["cpu" if names[0] == "cpu" else ",".join(names) for names in (sending, receiving)]

@@ -109,7 +109,7 @@ def spec_of(system: str, args: argparse.Namespace) -> Spec:
     back = ("--way-back", "auto") if system == "kvferry-back" else ()
     return replace(
         spec,
-        pool="engine",
+        pool="engine" if DEVICES else "daemon",  # blocks of a CPU engine are no other process's
         decode_flags=SCHEDULER,
         daemon_flags=("--transfer-seconds", str(DEADLINE_SECONDS), *back),
         extra={**spec.extra, "deadline_seconds": DEADLINE_SECONDS},
