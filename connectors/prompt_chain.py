@@ -64,6 +64,10 @@ class PromptChain:
         tail = tail_digest(rest, page_size=self._page_size, parent=self._parent(full), extra=extra)
         return PromptPages(digests, tokens, tail)
 
+    def digest(self, page: int) -> bytes:
+        """The digest of one of the pages that were asked for; empty where it is not one of them."""
+        return bytes(self._digests[page * DIGEST_BYTES : (page + 1) * DIGEST_BYTES])
+
     def _parent(self, page: int) -> bytes | None:
         return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else self._root
 

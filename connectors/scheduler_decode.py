@@ -9,7 +9,9 @@ from dataclasses import replace
 from kvferry.connectors import params as transfer_params
 from kvferry.connectors.orders import Cancel, Load, Orders, Restore, StorePages
 from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked, counted, traceparent_of
+from kvferry.radix.digests import DIGEST_BYTES
 
+WORTH_JOINING = 512  # tokens that another request's load brings, from which on it is waited for
 _log = logging.getLogger(__name__)
 
 
@@ -22,7 +24,7 @@ class DecodeScheduler(SchedulerSide):
     def new_request(self, request: EngineRequest) -> None:
         self._track(request)
 
-    def matched(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked.settled or tracked.loading or request.skip_reading_prefix_cache:
             return 0, False  # the last: all of its prompt is to be computed, for its log probabilities
@@ -30,9 +32,26 @@ class DecodeScheduler(SchedulerSide):
             self.counts.not_asked += 1
             return 0, False
         if tracked.params is not None:
+            if self._arrives_anyway(tracked, computed):
+                return None, False
             external = request.num_prompt_tokens - computed
             return (external, True) if external > 0 else (0, False)
         return self._held(tracked, request.num_tokens - 1, computed)  # one is left to compute, for its logits
+
+    def _arrives_anyway(self, tracked: Tracked, computed: int) -> bool:
+        """Whether half of what it lacks is on its way for another request, behind which the engine has it: loaded for
+        each it would take their blocks, too. That one was first, and ends by its deadline at the latest."""
+        page = self.shape.page_size
+        pages = -(-(computed + tracked.request.num_prompt_tokens) // (2 * page))
+        if not self.shares_blocks or pages * page - computed < WORTH_JOINING:
+            return False
+        last = tracked.chain.digest(pages - 1)  # it names all before it, too
+        at = (pages - 1) * DIGEST_BYTES
+        if not last or all(digests[at : at + DIGEST_BYTES] != last for digests in self._arriving.values()):
+            return False
+        self.counts.joins += not tracked.joined
+        tracked.joined = True
+        return True
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
@@ -59,6 +78,7 @@ class DecodeScheduler(SchedulerSide):
                     traceparent_of(request),
                 )
             )
+            self._arriving[request.request_id] = tracked.chain.pages(end)
             self.counts.loads += 1
             self.counts.load_tokens += external
         else:
@@ -77,6 +97,7 @@ class DecodeScheduler(SchedulerSide):
 
     def received(self, requests: Sequence[str]) -> None:
         for request in requests:
+            self._arriving.pop(request, None)
             if (tracked := self._tracked.get(request)) is None:
                 continue
             first, tracked.first = tracked.first, None
@@ -94,6 +115,7 @@ class DecodeScheduler(SchedulerSide):
         return begins
 
     def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
+        self._arriving.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False, None

@@ -103,6 +103,7 @@ class Tracked:
     unsent: bool = False  # prefill: the worker has failed to send it, or will
     storing: bool = False
     since: int = -1  # tokens that it had when it was first computed, where another connector may have loaded them
+    joined: bool = False  # decode: its load was put off for another's
     alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
     elsewhere: bool = False  # another connector loads into its blocks, and reports it
     bad: bool = False  # its load has not ended well, on some rank
@@ -113,6 +114,7 @@ class Tracked:
 class SchedulerCounts:
     loads: int = 0
     load_tokens: int = 0
+    joins: int = 0  # loads that were put off for another's, which brings half of what they lack
     restores: int = 0
     restore_tokens: int = 0
     stores: int = 0
@@ -145,8 +147,10 @@ class SchedulerSide:
         self._default_prefill = default_prefill
         self._looks_ahead = looks_ahead  # a token's KV is also of the token behind it
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
+        self.shares_blocks = True  # the engine finds blocks that another request has filled
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
+        self._arriving: dict[str, bytes] = {}  # decode: page digests of the prompts that are being loaded
         self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []
 

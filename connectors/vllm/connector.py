@@ -131,6 +131,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 epoch=WeightsEpoch(partial(weights_name, self._settings)),
                 default_prefill=self._settings.prefill,
             )
+            self._scheduler.shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
 
     # -- the scheduler's half --------------------------------------------------------------------------------------
 
