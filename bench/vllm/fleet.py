@@ -79,6 +79,9 @@ class Measured:
     """A system under the load. Lists: an entry for each answer, in the order in which they were asked."""
 
     seconds: float = 0.0
+    failed: list[str] = field(default_factory=list)  # what was said
+    begun: list[float] = field(default_factory=list)  # seconds from the start
+    ended: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     between_ms: list[float] = field(default_factory=list)
     told: dict[str, float] = field(default_factory=dict)  # what the servers said
@@ -123,14 +126,20 @@ def load_of(args: argparse.Namespace) -> Load:
 async def drive(cluster: Cluster, load: Load, seconds: float) -> Measured:
     """seconds: after which no further request begins."""
     got, prompts = Measured(), enumerate(load.prompts())
-    answers: dict[int, Answer] = {}
+    answers: dict[int, tuple[float, float, Answer]] = {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.at_once)
     timeout = httpx.Timeout(float(DEADLINE_SECONDS))
     async with httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits) as client:
 
         async def asker(until: float) -> None:
             while time.perf_counter() < until and (one := next(prompts, None)):
-                answers[one[0]] = await ask(client, cluster.front, one[1], body_of(one[1], load.output))
+                body, asked = body_of(one[1], load.output), time.perf_counter() - began
+                try:
+                    answer = await ask(client, cluster.front, one[1], body)
+                except (RuntimeError, httpx.HTTPError) as error:
+                    got.failed.append(f"request {one[0]}: {type(error).__name__} {error}"[:300])
+                else:
+                    answers[one[0]] = (asked, time.perf_counter() - began, answer)
 
         before, sent, links = await said(client, cluster), sent_by_link(cluster), nvlink_bytes()
         sampling = asyncio.create_task(sampled(client, cluster, got))
@@ -148,7 +157,9 @@ async def drive(cluster: Cluster, load: Load, seconds: float) -> Measured:
         for gpu, (sent, came) in nvlink_bytes().items()
         if gpu in links
     }
-    for _, answer in sorted(answers.items()):
+    for _, (begun, ended, answer) in sorted(answers.items()):
+        got.begun.append(begun)
+        got.ended.append(ended)
         got.ttft_ms.append(answer.ttft_ms)
         got.between_ms.append(answer.between_ms)
     got.memory = gpu_memory(cluster) if DEVICES else {}
@@ -226,7 +237,9 @@ def measured(system: str, args: argparse.Namespace, console: Console) -> dict[st
         got.told |= {name: value - before[name] for name, value in tokens_by_source(cluster).items()}
         console.print(
             f"{system}: {len(got.ttft_ms)} in {got.seconds:.0f} s: {per_second(got):.2f}/s, TTFT p50 "
-            f"{median(got.ttft_ms) / 1000:.2f} s"
+            f"{median(got.ttft_ms) / 1000:.2f} s",
+            *got.failed[:5],
+            sep="\n",
         )
         return {"system": system, "got": asdict(got)}
 
@@ -262,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
 
 # -- the table
 
-COLUMNS = ("system", "answers", "/s", "TTFT p50 s", "p90", "mean", "later half's p50", "prefill mean s")
+COLUMNS = ("system", "answers", "/s", "/s warm", "TTFT p50 s", "p90", "mean", "later half's p50", "prefill mean s")
 COLUMNS += ("between ms", "decode runs", "waits", "GiB to decode", "GiB back", "tokens computed by prefill")
 
 
@@ -302,12 +315,15 @@ def percentile(values: list[float], share: float) -> float:
 
 def cells_of(got: Measured) -> list[str]:
     ttft, told = [value / 1000 for value in got.ttft_ms], got.told
-    failed = told.get("NIXL failed", 0) + told.get("kvferry failed", 0)
+    loads = told.get("NIXL failed", 0) + told.get("kvferry failed", 0)
     back = sum(value for name, value in got.sent.items() if name.startswith("decode to"))
     moved = told.get("NIXL bytes", 0) + sum(value for name, value in got.sent.items() if name.endswith("to decode"))
     return [
-        f"{len(ttft)}" + (f" ({failed:.0f} loads FAILED)" if failed else ""),
+        f"{len(ttft)}"
+        + (f", {len(got.failed)} FAILED" if got.failed else "")
+        + (f" ({loads:.0f} loads FAILED)" if loads else ""),
         f"{per_second(got):.2f}",
+        f"{warm_per_second(got):.2f}",
         f"{median(ttft):.2f}",
         f"{percentile(ttft, 0.9):.2f}",
         f"{sum(ttft) / max(1, len(ttft)):.2f}",
@@ -367,6 +383,12 @@ def ratios(systems: dict[str, Measured]) -> Iterator[str]:
 
 def per_second(got: Measured) -> float:
     return len(got.ttft_ms) / got.seconds
+
+
+def warm_per_second(got: Measured) -> float:
+    """Answers a second from when the later half began to be asked until the last one was."""
+    first, last = got.begun[len(got.begun) // 2], got.begun[-1]
+    return sum(first < ended <= last for ended in got.ended) / (last - first)
 
 
 def main() -> int:
