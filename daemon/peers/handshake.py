@@ -102,8 +102,6 @@ def no_way_back(config: DaemonConfig, role: str) -> str:
         return "the pool is an engine's memory"
     if config.pool == "engine" and config.ranks > 1:
         return f"into the memory of an engine with {config.ranks} ranks nothing is fetched yet"
-    if config.devices:
-        return "the pool is on GPUs"
     return "nothing is kept (reuse is off)" if config.reuse == "off" else ""
 
 
