@@ -67,8 +67,8 @@ class Returns:
         return len(path) if end < 0 else end
 
     def _held_in_blocks(self, lease: Lease) -> int:
-        """Of an engine's blocks: what it holds itself, if it has named those, and behind that what the host tier
-        restores into whole pages."""
+        """Leading pages in an engine's blocks: those that it holds itself, if it has named their blocks, and behind
+        them what the host tier restores into whole pages."""
         own = lease.held_pages
         if own and not lease.held_blocks:
             return 0

@@ -209,7 +209,11 @@ def config(**settings: Any) -> DaemonConfig:
 @pytest.mark.parametrize(
     ("settings", "role", "why"),
     [
-        ({"pool": "engine"}, "decode", "the pool is an engine's memory"),
+        (
+            {"pool": "engine", "ranks": 2},
+            "decode",
+            "from the memory of an engine with 2 ranks nothing is fetched yet",
+        ),
         (
             {"pool": "engine", "ranks": 2},
             "prefill",
@@ -223,8 +227,9 @@ def test_what_has_none_yet_says_why(settings: dict[str, Any], role: str, why: st
     assert not has_way_back(config(way_back="always", **settings), role)
 
 
-def test_an_engines_memory_is_fetched_into() -> None:
-    assert has_way_back(config(way_back="auto", pool="engine"), "prefill")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engines_memory_has_one(role: str) -> None:
+    assert has_way_back(config(way_back="auto", pool="engine"), role)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

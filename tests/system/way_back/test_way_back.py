@@ -21,7 +21,7 @@ from tests.support import tiny_models
 from tests.support.engines import Engines, courier_pids, settled, stats, wait_until
 from tests.support.reference import Comparison, Conversation
 from tests.system.serving.ranks import ids
-from tests.system.serving.way_back import ALWAYS, converse, started
+from tests.system.way_back.conversations import ALWAYS, converse, started
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16

@@ -14,7 +14,7 @@ from kvferry.proto.cache_pb2 import SideStats
 from tests.support.devices import need
 from tests.support.engines import Engines, settled
 from tests.system.serving.ranks import PAGE, Case, ids, spec_of
-from tests.system.serving.way_back import ALWAYS, converse, started
+from tests.system.way_back.conversations import ALWAYS, converse, started
 
 CPU, ONE, TWO = ("cpu",), ("cuda:0",), ("cuda:0", "cuda:1")
 WHOLE = Case(1, 1, ("page", "layer"), slot_bytes=1 << 20)
