@@ -154,32 +154,33 @@ class DaemonClient:
         traceparent: str = "",
         blocks: Sequence[int] = (),
         blocks_from: int = 0,
+        held_blocks: Sequence[int] = (),
     ) -> Admitted:
         """Asks the daemon to hold this prompt until Ready, within `deadline_s`. `held_tokens`: with KV in memory of the
         worker's own, a multiple of the page size; it fills their pages behind the matched ones and says `progress`.
         `blocks`: of an engine that has registered blocks, where the bytes go from token `blocks_from` on, or with all
-        tokens held where they are; they are the daemon's until `finish` or `abort` returns.
+        tokens held where they are; they are the daemon's until `finish` or `abort` returns. `held_blocks`: those of the
+        held tokens, where Welcome.way_back: to be read from `progress` until `ready`, or `abort`, returns.
         Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
         output do not fit in a message."""
-        message = worker_pb2.WorkerMessage(
-            admit=worker_pb2.Admit(
-                name=name.to_proto(),
-                digests=digests,
-                tokens=tokens,
-                tail_digest=tail_digest,
-                prefill=prefill,
-                max_new_tokens=max_new_tokens,
-                deadline_ms=milliseconds(deadline_s),
-                priority=priority,
-                warmup=warmup,
-                held_tokens=held_tokens,
-                traceparent=traceparent,
-                blocks=blocks,
-                blocks_from=blocks_from,
-            )
+        admit = worker_pb2.Admit(
+            name=name.to_proto(),
+            digests=digests,
+            tokens=tokens,
+            tail_digest=tail_digest,
+            prefill=prefill,
+            max_new_tokens=max_new_tokens,
+            deadline_ms=milliseconds(deadline_s),
+            priority=priority,
+            warmup=warmup,
+            held_tokens=held_tokens,
+            traceparent=traceparent,
+            blocks=blocks,
+            blocks_from=blocks_from,
+            held_blocks=held_blocks,
         )
         check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
-        request = self._open(name, message, tokens, deadline_s)
+        request = self._open(name, worker_pb2.WorkerMessage(admit=admit), tokens, deadline_s)
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
 
     async def ready(self, name: RequestName) -> Ready:
@@ -246,21 +247,19 @@ class DaemonClient:
         """Asks the daemon for pages for this prompt. `blocks`: the first of them, of an engine that has registered
         blocks; they are read until `ended` or `abort` returns. Raises RequestFailed, DaemonGone; NotOpened when the
         name is in use or the prompt's digests do not fit in a message."""
-        message = worker_pb2.WorkerMessage(
-            begin=worker_pb2.Begin(
-                name=name.to_proto(),
-                digests=digests,
-                tokens=tokens,
-                tail_digest=tail_digest,
-                deadline_ms=milliseconds(deadline_s),
-                priority=priority,
-                warmup=warmup,
-                traceparent=traceparent,
-                blocks=blocks,
-            )
+        begin = worker_pb2.Begin(
+            name=name.to_proto(),
+            digests=digests,
+            tokens=tokens,
+            tail_digest=tail_digest,
+            deadline_ms=milliseconds(deadline_s),
+            priority=priority,
+            warmup=warmup,
+            traceparent=traceparent,
+            blocks=blocks,
         )
-        patience.mark(message.begin)
-        request = self._open(name, message, tokens, deadline_s)
+        patience.mark(begin)
+        request = self._open(name, worker_pb2.WorkerMessage(begin=begin), tokens, deadline_s)
         request.proceed = patience.proceed
         return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
 

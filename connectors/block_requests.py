@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import RequestFailed, RequestName
+from kvferry.client.requests import Ready, RequestFailed, RequestName
 from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
@@ -38,6 +38,7 @@ class BlockRequests:
         async with self._lease(order.request, order.name) as lease:
             await self._computed(step.begun)
             client = lease.client
+            held = order.held_blocks if client.welcome.way_back else ()
             await self._tools.admit(
                 client,
                 order,
@@ -45,8 +46,9 @@ class BlockRequests:
                 held_tokens=self._whole(order.start),
                 blocks=order.blocks,
                 blocks_from=order.start,
+                held_blocks=held,
             )
-            ready = await client.ready(order.name)
+            ready = await self._ready(client, order, step if held else None)
             client.check(order.name)
             lease.then(self._tools.finish(client, order.name, order.prompt.tokens))
             self._tools.moved.loaded_bytes += ready.delta_bytes
@@ -54,6 +56,23 @@ class BlockRequests:
             self._tools.first(order.request, ready.aux)
             return len(order.blocks)
         return 0
+
+    async def _ready(self, client: DaemonClient, order: Load, step: EngineStep | None) -> Ready:
+        """Waits for the prompt. Meanwhile the daemon is told when what the engine holds of it may be read, whose
+        blocks it names: some may be of another request, which this very `step` computes."""
+        if step is None:
+            return await client.ready(order.name)
+        telling = asyncio.ensure_future(self._tell_held(client, order, step))
+        try:
+            return await client.ready(order.name)
+        finally:
+            telling.cancel()  # from Ready on the daemon reads nothing, nor does it want to hear of it
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _tell_held(self, client: DaemonClient, order: Load, step: EngineStep) -> None:
+        await step.over.wait()
+        await self._computed(step.done)
+        client.progress(order.name, self._whole(order.start))
 
     async def restore(self, order: Restore, begun: Moment) -> int:
         began = time.monotonic()

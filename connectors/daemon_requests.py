@@ -103,6 +103,7 @@ class RequestTools:
         held_tokens: int = 0,
         blocks: Sequence[int] = (),
         blocks_from: int = 0,
+        held_blocks: Sequence[int] = (),
     ) -> Admitted:
         """Asks for pages to load from; see `DaemonClient.admit`."""
         return await client.admit(
@@ -115,6 +116,7 @@ class RequestTools:
             traceparent=order.traceparent,
             blocks=blocks,
             blocks_from=blocks_from,
+            held_blocks=held_blocks,
         )
 
     async def admit_stored(self, client: DaemonClient, order: StorePages, blocks: Sequence[int] = ()) -> Admitted:

@@ -52,7 +52,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(BAD, what, "cannot be written to", "run as a user who may, or set --shm-dir")
     else:
         yield Finding(OK, what, text)
-    slots = config.slots * config.slot_bytes * max(1, len(config.peers))
+    slots = _slot_bytes(config) * max(1, len(config.peers))
     room = memory_room.tightest() or memory_room.MemoryRoom("nothing that the system says", sys.maxsize)
     shared, tier = in_shm(config), in_memory(config)
     text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
@@ -64,6 +64,12 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(OK, "memory", text)
     if config.host_dir:
         yield _host_dir(config, config.host_bytes * len(config.roles))
+
+
+def _slot_bytes(config: DaemonConfig) -> int:
+    """Slots of a session: each direction has its own."""
+    directions = 1 if config.way_back == "off" else 2
+    return config.slots * config.slot_bytes * directions
 
 
 def _host_dir(config: DaemonConfig, needed: int) -> Finding:
@@ -90,7 +96,7 @@ def limits(config: DaemonConfig) -> Iterator[Finding]:
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = _limit(locked) if locked == resource.RLIM_INFINITY else size(locked)
     if locked != resource.RLIM_INFINITY and rdma_devices():
-        slots = config.slots * config.slot_bytes
+        slots = _slot_bytes(config)
         level = BAD if locked < slots else NOTE
         yield Finding(
             level,

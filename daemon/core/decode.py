@@ -20,7 +20,7 @@ from kvferry.daemon.core.decode_scheduler import Growth
 from kvferry.daemon.core.effects import Effect, Outbox
 from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
-from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, NO_BLOCKS, LeaseBlocks, Name, pages_for
 from kvferry.daemon.core.reservations import Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.take_over import TakeOvers
@@ -52,7 +52,7 @@ class DecodeCore:
         self.counters = self._keeper.counters
         self.latencies = self._keeper.latencies
         self.pins = self._keeper.pins
-        self.returns = ReturnSteps(self._returns, self.leases, self._keeper.settle, self._pump)
+        self.returns = ReturnSteps(self._returns, self.leases, self._keeper.returned, self._pump)
 
     # -- what the shells ask -------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class DecodeCore:
         request: wire.Admit,
         deadline: float,
         now: float,
-        blocks: tuple[int, ...] = (),
+        blocks: LeaseBlocks = NO_BLOCKS,
     ) -> None:
         """Takes a checked Admit into the queue, or raises why not. `blocks`: see `block_tier`."""
         if name in self.leases:
@@ -140,7 +140,7 @@ class DecodeCore:
                 f"held_tokens is {request.held_tokens}; it must be a multiple of {self.cache.page_size}, "
                 f"at most the prompt's {request.tokens}"
             )
-        if blocks and request.max_new_tokens != 1:
+        if blocks.own and request.max_new_tokens != 1:
             raise invalid(f"max_new_tokens is {request.max_new_tokens}; with blocks it must be 1")
         namespace = self.cache.namespace(namespace_id)
         need = pages_for(request.tokens + request.max_new_tokens - 1, self.cache.page_size)
@@ -159,17 +159,19 @@ class DecodeCore:
         self._pump(now)
 
     def filled(self, worker: int, name: Name, tokens: int, now: float) -> None:
-        """The worker has filled the pages of what it holds itself, which nobody is asked for."""
+        """What the worker holds itself, and nobody is asked for, is in its pages, or has been computed in its
+        blocks."""
         lease = self._keeper.lease_of(worker, name)
-        if lease.state is LeaseState.FAILED:
-            return  # it crossed Failed on the way
-        held = lease.held_pages * self.cache.page_size
-        own = lease.to_fill
-        if lease.state is not LeaseState.FILLING or lease.local or tokens != held or not lease.filling.issuperset(own):
+        if lease.state is LeaseState.FAILED or (lease.held_blocks and lease.decoding):
+            return  # it crossed Failed, or Ready, on the way
+        held, own = lease.held_pages * self.cache.page_size, lease.to_fill
+        once = not lease.held_written and lease.filling.issuperset(own)
+        if lease.state is not LeaseState.FILLING or lease.local or tokens != held or not once:
             self._keeper.fail(
                 lease, invalid(f"tokens is {tokens}; a decode worker says held_tokens, {held}, once, when admitted")
             )
         else:
+            lease.held_written = True
             self._keeper.readable(lease, own, now)
         self._pump(now)
 

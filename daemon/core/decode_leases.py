@@ -18,7 +18,7 @@ from kvferry.daemon.core.decode_scheduler import Supply
 from kvferry.daemon.core.effects import BindPages, Outbox, SendDone
 from kvferry.daemon.core.errors import RequestError, aborted, exhausted, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
-from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, hands_in, pages_for
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, LeaseBlocks, Name, hands_in, pages_for
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import Pins
 from kvferry.daemon.core.reservations import Hold, Holds
@@ -82,11 +82,11 @@ class LeaseKeeper:
         namespace: Namespace,
         name: Name,
         request: wire.Admit,
-        blocks: tuple[int, ...],
+        blocks: LeaseBlocks,
         deadline: float,
         now: float,
     ) -> None:
-        """A lease of a checked Admit, which waits from now on. `blocks`: of an engine's, those of its pages."""
+        """A lease of a checked Admit, which waits from now on."""
         need = pages_for(request.tokens + request.max_new_tokens - 1, self._cache.page_size)
         prompt = pages_for(request.tokens, self._cache.page_size)
         order = self._retracted.pop(name)[1] if self.comes_back(worker, name) else None
@@ -113,10 +113,11 @@ class LeaseKeeper:
             waiting_since=now,
             deadline=deadline,
             order=self._next_order if order is None else order,
-            keep=reuse and not blocks,
+            keep=reuse and not blocks.own,
             held_pages=request.held_tokens // self._cache.page_size,
-            blocks=blocks,
-            stores=bool(blocks) and given,
+            blocks=blocks.own,
+            held_blocks=blocks.held,
+            stores=bool(blocks.own) and given,
             resumed=order is not None,
             looked_up=order is not None or given,  # what is handed in says nothing about what was found
         )
@@ -170,7 +171,7 @@ class LeaseKeeper:
     def _fill_blocks(self, lease: Lease) -> list[int]:
         """Has what is held of the prompt, and its engine lacks, copied into its blocks. Returns the pages that prefill
         is to be asked for."""
-        self._outbox.put(BindPages(tuple(lease.pages), lease.blocks))
+        self._outbox.put(BindPages(tuple(lease.pages), lease.bound_blocks))
         loading = self.blocks.load(lease)
         self._arrivals.restoring(loading)
         for page in loading:
@@ -298,6 +299,9 @@ class LeaseKeeper:
             self._outbox.tell(lease.worker, wire.WorkerEvent(admitted=self._admitted(lease)))
         elif lease.aux is None:
             return
+        if lease.blocks and lease.returns:  # its engine may write them once it is told
+            self._returns.end_all(lease, aborted("the decode daemon's request has all of its prompt"))
+            return
         lease.state = LeaseState.READY
         self._share(lease)
         elapsed = now - lease.arrived_at
@@ -411,6 +415,11 @@ class LeaseKeeper:
         if lease.state is LeaseState.ENDING:
             self._holds.drop(lease.hold, lease.own)
             self._forget(lease)
+
+    def returned(self, lease: Lease, now: float) -> None:
+        """A send of its pages back is over: it may have been what the lease waited for."""
+        self.settle(lease)
+        self.check_ready(lease, now)
 
     def _remove(self, lease: Lease) -> None:
         del self.leases[lease.name]

@@ -37,7 +37,9 @@ class Lease:
     order: int  # of admission requests: the oldest follower takes over, the youngest is retracted
     keep: bool  # its pages enter the tree
     held_pages: int = 0  # of the prompt, that the worker has in memory of its own
-    blocks: tuple[int, ...] = ()  # of an engine's, that its pages are, `blocks_per_page` each; -1: not the daemon's
+    blocks: tuple[int, ...] = ()  # of an engine's, that its pages are to be written to; -1: they are not
+    held_blocks: tuple[int, ...] = ()  # those of its held pages, which may be read; none: they are not known
+    held_written: bool = False  # what the worker holds itself is all there, it has said
     stores: bool = False  # they are there to be copied to the host tier
     copies: set[int] = field(default_factory=set)  # of them, between the tiers, that run
     resumed: bool = False  # it was retracted before
@@ -118,6 +120,15 @@ class Lease:
     def to_fill(self) -> list[int]:
         """Pages that the worker itself fills (or has filled), from memory of its own."""
         return [] if self.blocks else self.hold.pages[self.hold.matched : self.held_pages]
+
+    def is_whole(self, page: int) -> bool:
+        """Whether all blocks of this page of the prompt are to be written: what its engine holds may end within it."""
+        return self.blocks[page * (len(self.blocks) // len(self.pages))] >= 0
+
+    @property
+    def bound_blocks(self) -> tuple[int, ...]:
+        """The blocks that its pages are, `blocks_per_page` each; -1: not the daemon's to read or write."""
+        return self.held_blocks + self.blocks[len(self.held_blocks) :]
 
     @property
     def own(self) -> list[int]:

@@ -66,6 +66,16 @@ def hands_in(request: wire.Admit) -> bool:
     return request.prefill == "" and request.held_tokens == request.tokens
 
 
+class LeaseBlocks(NamedTuple):
+    """The blocks of an Admit, page by page; both empty: the pool is of pages."""
+
+    own: tuple[int, ...] = ()  # to be written, or handed in; -1: the engine's own, or none
+    held: tuple[int, ...] = ()  # of its first pages, which the engine holds and which may be read
+
+
+NO_BLOCKS = LeaseBlocks()
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """The blocks of an engine: how many there are, and of how many tokens one and a page are."""
@@ -78,12 +88,12 @@ class BlockShape:
     def per_page(self) -> int:
         return self.page_size // self.block_tokens
 
-    def check(self, blocks: Sequence[int]) -> None:
+    def check(self, blocks: Sequence[int], field: str = "blocks") -> None:
         """INVALID_ARGUMENT unless the engine has these blocks, each of which is there once."""
         if blocks and max(blocks) >= self.blocks:
-            raise invalid(f"blocks has {max(blocks)}; the engine has blocks 0 to {self.blocks - 1}")
+            raise invalid(f"{field} has {max(blocks)}; the engine has blocks 0 to {self.blocks - 1}")
         if len(set(blocks)) < len(blocks):
-            raise invalid(f"blocks has {len(blocks) - len(set(blocks))} entries twice; a prompt's blocks are distinct")
+            raise invalid(f"{field} has {len(blocks) - len(set(blocks))} entries twice; a prompt's blocks are distinct")
 
     def of_pages(self, blocks: Sequence[int], start: int, tokens: int) -> tuple[int, ...]:
         """The blocks of each page of a prompt of `tokens`, where `blocks` are those from token `start` on; -1 where
@@ -97,6 +107,10 @@ class BlockShape:
         self.check(blocks)
         behind = pages_for(tokens, self.page_size) * self.per_page - first - len(blocks)
         return (-1,) * first + tuple(blocks) + (-1,) * behind
+
+    def named_by(self, request: wire.Admit) -> LeaseBlocks:
+        """INVALID_ARGUMENT."""
+        return LeaseBlocks(self.of_admit(request), self.held_of_admit(request))
 
     def of_admit(self, request: wire.Admit) -> tuple[int, ...]:
         """The blocks of each page of an Admit; -1: the engine's own. INVALID_ARGUMENT."""
@@ -113,6 +127,19 @@ class BlockShape:
         if given and request.blocks_from:
             raise invalid(f"blocks_from is {request.blocks_from}; of what the worker hands in it is 0")
         return blocks
+
+    def held_of_admit(self, request: wire.Admit) -> tuple[int, ...]:
+        """The blocks of the pages that the engine of an Admit holds itself, as far as they may be read: all or none.
+        INVALID_ARGUMENT."""
+        held, own = request.held_blocks, set(request.blocks)
+        most = request.held_tokens // self.block_tokens if request.prefill else 0
+        if held and len(held) != most:
+            why = f"with held_tokens {request.held_tokens}" if request.prefill else "where prefill is empty"
+            raise invalid(f"held_blocks has {len(held)} entries; {why} it must have {most}")
+        self.check(held, "held_blocks")
+        if twice := own.intersection(held):
+            raise invalid(f"held_blocks has {min(twice)}, which blocks has, too: it is written")
+        return tuple(held)
 
     def of_begin(self, request: wire.Begin) -> NamedBlocks:
         """The blocks of a Begin, more of which may follow. INVALID_ARGUMENT."""

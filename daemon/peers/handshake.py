@@ -98,12 +98,9 @@ def has_way_back(config: DaemonConfig, role: str) -> bool:
 
 def no_way_back(config: DaemonConfig, role: str) -> str:
     """Why a side of this role with these settings can not fetch (prefill) or send back (decode); empty: it can."""
-    if config.pool == "engine" and role == "decode":
-        return "the pool is an engine's memory"
     if config.pool == "engine" and config.ranks > 1:
-        return f"into the memory of an engine with {config.ranks} ranks nothing is fetched yet"
-    if config.devices:
-        return "the pool is on GPUs"
+        what = "into" if role == "prefill" else "from"
+        return f"{what} the memory of an engine with {config.ranks} ranks nothing is fetched yet"
     return "nothing is kept (reuse is off)" if config.reuse == "off" else ""
 
 

@@ -19,7 +19,7 @@ from kvferry.daemon.core.effects import (
     StopTransfer,
 )
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
-from kvferry.daemon.core.limits import Name, check_priority, check_prompt
+from kvferry.daemon.core.limits import NO_BLOCKS, Name, check_priority, check_prompt
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.peers.dialing import Dial, dial_plainly
 from kvferry.daemon.peers.link import FoundPeerLink, PeerLink
@@ -134,8 +134,9 @@ class DecodeSide(Side[DecodeCore]):
                 where = self.config.peer_service
                 raise unavailable(f"prefill is {request.prefill[:128]!r}; found at {where} by now are: {known}")
             raise precondition(f"prefill is {request.prefill[:128]!r}; the configured peers are: {known}")
+        self.tiers.block_shape(len(request.held_blocks), "held_blocks")
         shape = self.tiers.block_shape(len(request.blocks))
-        blocks = () if shape is None else shape.of_admit(request)
+        blocks = NO_BLOCKS if shape is None else shape.named_by(request)
         deadline = self.deadline_of(request.deadline_ms)
         self.ready_core.admit(worker.number, worker.namespace_id, name, request, deadline, now, blocks)
         self.ready_core.latencies.add_stage("match", self.now() - now)

@@ -33,13 +33,17 @@ class Registering:
         workers: SideWorkers,
         engine: EnginePool | None,
         tasks: SideTasks,
+        *,
+        sends_back: bool = False,
     ) -> None:
+        """`sends_back`: what an engine's blocks hold may go back to prefill."""
         self._config = config
         self._incarnation = incarnation
         self._tiers = tiers
         self._workers = workers
         self._engine = engine
         self._tasks = tasks
+        self._sends_back = sends_back
         self._coming = 0  # workers that were judged, and are not here yet
         self._gathering = Gathering(config.ranks, config.max_workers, workers, self._take_ranks_in, tasks)
 
@@ -150,5 +154,6 @@ class Registering:
             rank_pools=pools,
             storage=common.Storage.Name(int(storage)),
             page_tokens=tiers.cache.events is not None,
+            way_back=self._sends_back and tiers.block_tokens > 0,
             stows=tiers.stows and processes == 1,  # ranks would give their blocks back in different steps
         )

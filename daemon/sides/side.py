@@ -21,6 +21,7 @@ from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import cache_limits
+from kvferry.daemon.peers.handshake import has_way_back
 from kvferry.daemon.peers.session import SessionBroken, report_invariant
 from kvferry.daemon.peers.traces import traces_of
 from kvferry.daemon.sides.core_interface import Core
@@ -61,7 +62,9 @@ class Side(Generic[CoreT]):
         session_files = os.path.join(config.shm_dir, f"kvferry-{incarnation.hex()}-{self.role}-worker-")
         self.workers = SideWorkers(session_files, self, self.tasks)
         self._engine = EnginePool(self.role, self, self.tiers.forget_pool) if config.pool == "engine" else None
-        self._registering = Registering(config, incarnation, self.tiers, self.workers, self._engine, self.tasks)
+        sends_back = self.role == "decode" and has_way_back(config, self.role)
+        owned = self.workers, self._engine, self.tasks
+        self._registering = Registering(config, incarnation, self.tiers, *owned, sends_back=sends_back)
         self._effects: deque[Effect] = deque()
         self._flushing = False
         self._zeroing = False  # pages are being cleared: effects wait

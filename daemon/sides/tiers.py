@@ -86,11 +86,11 @@ class SideTiers:
         assert self._host is not None
         return self._host
 
-    def block_shape(self, named: int) -> BlockShape | None:
-        """The shape of the blocks that requests name; None where they name none. `named`: how many one does.
-        FAILED_PRECONDITION."""
+    def block_shape(self, named: int, field: str = "blocks") -> BlockShape | None:
+        """The shape of the blocks that requests name; None where they name none. `named`: how many one does, in this
+        field. FAILED_PRECONDITION."""
         if named and self._blocks is None:
-            raise precondition(f"blocks has {named} entries; the pool is of pages, which this daemon gives out")
+            raise precondition(f"{field} has {named} entries; the pool is of pages, which this daemon gives out")
         return self._blocks
 
     @property

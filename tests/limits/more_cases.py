@@ -59,6 +59,10 @@ def admit_blocks(count: int) -> None:
     SHAPE.of_admit(wire.Admit(tokens=8, prefill="p", blocks=range(count)))
 
 
+def held_blocks(count: int) -> None:
+    SHAPE.held_of_admit(wire.Admit(tokens=8, prefill="p", held_tokens=4, held_blocks=range(count)))
+
+
 def begin_blocks(count: int) -> None:
     SHAPE.of_begin(wire.Begin(tokens=8, blocks=range(count)))
 
@@ -282,6 +286,7 @@ def past(give: Any, most: int, refusal: str) -> Limit:
 MORE: dict[str, Limit] = {
     "held tokens": Limit(held, 8, 12, "held_tokens is 12; it must be a multiple of 4, at most the prompt's 8"),
     "blocks of an Admit": past(admit_blocks, 4, "blocks has 5 entries from token 0 on; it must have 1 to 4"),
+    "held blocks of an Admit": past(held_blocks, 2, "held_blocks has 3 entries; with held_tokens 4 it must have 2"),
     "blocks of a Begin": past(begin_blocks, 4, "blocks has 5 entries behind 0; the prompt has 4"),
     "blocks of a Progress": past(progress_blocks, 4, "blocks has 4 entries behind 1; the prompt has 4"),
     "blocks of a Fetch": past(fetch_blocks, 4, "blocks has 5 entries behind 0; the prompt has 4"),

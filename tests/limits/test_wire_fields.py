@@ -88,6 +88,7 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "Admit.prefill": Words("it is one of the daemon's own peers' names, or refused (test_wire: prefill is 'nobody')"),
     "Admit.traceparent": Case("traceparent"),
     "Admit.blocks": Case("blocks of an Admit"),
+    "Admit.held_blocks": Case("held blocks of an Admit"),
     "Begin.digests": Case("digests"),
     "Begin.tail_digest": Case("tail digest"),
     "Begin.traceparent": Case("traceparent"),

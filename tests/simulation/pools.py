@@ -22,10 +22,10 @@ _WITH_BLOCKS = (
 
 
 def pools_with_blocks(faults: Faults, random: Random) -> dict[str, str]:
-    """By role. Only prefill engines stow; and only a decode daemon's own pool can be fetched from."""
+    """By role. Only prefill engines stow, or wait for what is fetched into their blocks."""
     some = [pools for pools in _WITH_BLOCKS if pools[1] == "blocks" or not faults.stows]
     if faults.patience:
-        some = [("daemon", "blocks")]
+        some = [("daemon", "blocks"), ("blocks", "blocks")]
     decode, prefill = random.choice(some)
     return {"decode": decode, "prefill": prefill}
 

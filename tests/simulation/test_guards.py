@@ -239,6 +239,16 @@ def all_is_readable(returns: Returns, lease: Lease, end: int) -> int:
     return end
 
 
+_readable = Returns._readable
+
+
+def computed_or_not(returns: Returns, lease: Lease, end: int) -> int:
+    written, lease.held_written = lease.held_written, True
+    readable = _readable(returns, lease, end)
+    lease.held_written = written
+    return readable
+
+
 def gaps_and_all(fetch: Fetch) -> int:
     return fetch.first_page + fetch.there.rfind(1) + 1
 
@@ -350,6 +360,7 @@ GUARDS = {
     "rows that are wrong": Guard(BlockTier, "forget_wrong", keep_wrong_rows, BLOCKS),
     "locks of what goes back": Guard(LeaseKeeper, "settle", settle_beside_returns, replace(BACK, aborts=0.9)),
     "what can be read goes back": Guard(Returns, "_readable", all_is_readable, BACK),
+    "held blocks that are computed": Guard(Returns, "_readable", computed_or_not, WAITS, 6, ALL_WAITS),
     "pages that are fetched into": Guard(EntryKeeper, "copies_run", fetches_without_a_look, replace(BACK, aborts=0.9)),
     "fetched pages behind a gap": Guard(Fetch, "ready", property(gaps_and_all), replace(BACK, fetch_seconds=0.004)),
     "copies of a fetch that is stopped": Guard(Fetches, "stop", begin_at_once, replace(BACK, fetch_seconds=0.004), 4),

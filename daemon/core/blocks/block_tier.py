@@ -44,27 +44,22 @@ class BlockTier:
         self._cache = cache
         self._running: dict[int, BlockCopy] = {}
         self._written: set[int] = set()  # blocks, by living requests
-        self._read: Counter[int] = Counter()  # how many living requests are to have a block stored
+        self._read: Counter[int] = Counter()  # how many living requests are to have a block stored, or may send it back
         self._storing: dict[bytes, set[bytes]] = {}  # by namespace, digests on their way: no second store has them
 
     def claim(self, lease: Lease) -> None:
-        """Guard: blocks that a request has written, or is to have stored, are written for nobody else until it has
+        """Guard: blocks that a request has written, or is to have read, are written for nobody else until it has
         ended. FAILED_PRECONDITION where one is another's."""
-        blocks = _named(lease)
-        if lease.stores:
-            self._read.update(blocks)
-            return
-        if twice := blocks & (self._written | self._read.keys()):
+        written = _written(lease)
+        if twice := written & (self._written | self._read.keys()):
             raise precondition(f"blocks has {min(twice)}, which is another request's that has not ended")
-        self._written |= blocks
+        self._written |= written
+        self._read.update(_read(lease))
 
     def give_back(self, lease: Lease) -> None:
         """The lease has ended: no copy touches its blocks."""
-        blocks = _named(lease)
-        if not lease.stores:
-            self._written -= blocks
-            return
-        for block in blocks:
+        self._written -= _written(lease)
+        for block in _read(lease):
             self._read[block] -= 1
             if not self._read[block]:
                 del self._read[block]
@@ -146,6 +141,11 @@ class BlockTier:
         hold.lock = shorter
 
 
-def _named(lease: Lease) -> set[int]:
-    """The blocks of the lease's pages."""
-    return {block for block in lease.blocks if block >= 0}
+def _written(lease: Lease) -> set[int]:
+    """The blocks that are written for the lease."""
+    return set() if lease.stores else set(lease.blocks) - {-1}
+
+
+def _read(lease: Lease) -> Sequence[int]:
+    """The blocks that are read for it."""
+    return lease.blocks if lease.stores else lease.held_blocks

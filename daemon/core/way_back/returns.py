@@ -1,7 +1,8 @@
 """What a decode daemon sends back of requests that hold it. Core: no I/O.
 
-Only pages are promised and sent that are readable, or that a copy from the host tier makes so: a fetch waits for nobody
-who computes. The lease keeps its locks until no gather of them runs.
+Only pages are promised and sent that are readable, or that a copy from the host tier makes so; or, in blocks of an
+engine, a step of that engine that was begun already: a fetch waits for nobody else who computes. The lease keeps its
+locks, and its blocks, until no gather of them runs.
 """
 
 from __future__ import annotations
@@ -60,10 +61,20 @@ class Returns:
         """Guard: leading pages of the prompt that may be asked back. None that somebody is asked for: its bytes may
         come from the very daemon that would wait for them."""
         if lease.blocks:
-            return 0
+            return self._held_in_blocks(lease)
         path = lease.pages[: lease.hold.matched]
         end = self._cache.pool.states(path).find(PageState.ARRIVING)
         return len(path) if end < 0 else end
+
+    def _held_in_blocks(self, lease: Lease) -> int:
+        """Leading pages in an engine's blocks: those that it holds itself, if it has named their blocks, and behind
+        them what the host tier restores into whole pages."""
+        own = lease.held_pages
+        if own and not lease.held_blocks:
+            return 0
+        if own >= lease.matched or not lease.is_whole(own):
+            return own
+        return next((i for i in range(own, lease.matched) if lease.pages[i] in lease.filling), lease.matched)
 
     def ask(self, session: int, prefill: str, lease: Lease | None, ask: peer.Ask) -> None:
         """An Ask of the prefill daemon. What is wrong with it fails the ask, never the session."""
@@ -101,7 +112,12 @@ class Returns:
         return None
 
     def _readable(self, lease: Lease, end: int) -> int:
-        """Guard: leading pages of the first `end` that can be read now."""
+        """Guard: leading pages of the first `end` that can be read now. What an engine holds itself can be once it has
+        said so: it counts as held before the step that computes it has run."""
+        if lease.blocks:
+            if lease.held_pages and not lease.held_written:
+                return 0
+            return next((i for i in range(lease.held_pages, end) if lease.pages[i] in lease.missing), end)
         states = self._cache.pool.states(lease.pages[:end])
         return next((i for i, state in enumerate(states) if state not in _READABLE), len(states))
 
@@ -156,17 +172,18 @@ class Returns:
 
 
 class ReturnSteps:
-    """The steps of a decode core that are about what goes back. settle: a lease may end; pump: ends a step."""
+    """The steps of a decode core that are about what goes back. returned: a lease may end, or be ready; pump: ends a
+    step."""
 
     def __init__(
         self,
         returns: Returns,
         leases: Mapping[Name, Lease],
-        settle: Callable[[Lease], None],
+        returned: Callable[[Lease, float], None],
         pump: Callable[[float], None],
     ) -> None:
         self._returns, self._leases = returns, leases
-        self._settle, self._pump = settle, pump
+        self._returned, self._pump = returned, pump
 
     @property
     def counters(self) -> TransferCounters:
@@ -191,13 +208,13 @@ class ReturnSteps:
         """No gather of the send runs, and none will. `completed`: all of it has reached the other side."""
         lease = self._returns.closed(session, transfer, completed=completed)
         if lease is not None:
-            self._settle(lease)
+            self._returned(lease, now)
         self._pump(now)
 
     def session_down(self, session: int, now: float) -> None:
         """The session is over, and no copy of it runs."""
         for lease in self._returns.session_down(session):
-            self._settle(lease)
+            self._returned(lease, now)
         self._pump(now)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvferry.client.requests import RequestName
 from kvferry.connectors.orders import Begin, Fill, Load, News, PromptPages, Release, Save, StorePages
 from kvferry.connectors.settings import Settings
+from kvferry.daemon.cli.stack import Stack
 from tests.connectors.engine_memory import BLOCK
-from tests.connectors.worker_side.block_pair import BlockPair
+from tests.connectors.worker_side.block_pair import BlockPair, SharedEngine
 from tests.connectors.worker_side.engine_pair import PAGE, Pair, new_name, new_prompt, received, sent, until
 
 HISTORY = 6 * PAGE
@@ -34,9 +38,34 @@ class EngineBackPair(BlockPair):
         return super().settings(role) if role == "prefill" else Pair.settings(self, role)
 
 
+class BothEnginesPair(EngineBackPair):
+    """Likewise, and the decode daemon sends back straight from its engine's blocks."""
+
+    def pool_words(self, role: str) -> list[str]:
+        return [*BlockPair.pool_words(self, role), "--way-back", "always"]
+
+    def settings(self, role: str) -> Settings:
+        return BlockPair.settings(self, role)
+
+
 def up(pair: Pair) -> None:
     """Waits for the daemons' session."""
     until(lambda: [peer.state for peer in pair.stats("decode").peers] == ["up"])
+
+
+@contextmanager
+def made(kind: type[Pair], stack: Stack) -> Iterator[Pair]:
+    """A pair whose daemons have their session."""
+    pair = kind(stack)
+    try:
+        up(pair)
+        yield pair
+    finally:
+        for side in pair.sides.values():
+            side.close()
+        for engine in pair.engines.values():
+            if isinstance(engine, SharedEngine):
+                engine.file.unlink()
 
 
 def store(pair: Pair) -> PromptPages:

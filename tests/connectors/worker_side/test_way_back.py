@@ -8,15 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, Load, News, PromptPages, Release, Save
-from kvferry.daemon.cli.stack import Stack
 from tests.connectors.engine_memory import BLOCK
-from tests.connectors.worker_side.block_pair import SharedEngine
 from tests.connectors.worker_side.engine_pair import (
     PAGE,
     PER_PAGE,
@@ -35,6 +32,7 @@ from tests.connectors.worker_side.next_turn import (
     THEIRS,
     TOKENS,
     BackPair,
+    BothEnginesPair,
     EngineBackPair,
     arrived,
     begin,
@@ -42,6 +40,7 @@ from tests.connectors.worker_side.next_turn import (
     fill,
     history_is_in,
     load,
+    made,
     news,
     rest,
     store,
@@ -51,21 +50,8 @@ from tests.support.devices import DeviceStack, WrappedStack
 from tests.support.engines import courier_pids
 
 WITH_FLIPS = [sys.executable, str(Path(__file__).parents[2] / "support" / "with_flips.py")]
-KINDS: dict[str, type[Pair]] = {"daemon": BackPair, "engine": EngineBackPair}  # by prefill's pool
-
-
-@contextmanager
-def made(kind: type[Pair], stack: Stack) -> Iterator[Pair]:
-    pair = kind(stack)
-    try:
-        up(pair)
-        yield pair
-    finally:
-        for side in pair.sides.values():
-            side.close()
-        for engine in pair.engines.values():
-            if isinstance(engine, SharedEngine):
-                engine.file.unlink()
+# By prefill's pool. Where both have blocks, decode's daemon holds what it does in its host tier.
+KINDS: dict[str, type[Pair]] = {"daemon": BackPair, "engine": EngineBackPair, "engines": BothEnginesPair}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

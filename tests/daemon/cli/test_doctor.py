@@ -6,6 +6,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import grpc
 import pytest
@@ -245,13 +246,11 @@ def test_a_peer_of_another_page_size_is_bad() -> None:
     assert older.level == OK and older.found.endswith("pages of 720 KiB")
 
 
-def test_the_memory_of_a_pool_is_named() -> None:
-    found = next(
-        finding
-        for finding in doctor.memory(DaemonConfig(role="decode", pool_bytes=1 << 47))
-        if finding.what == "memory"
-    )
-    assert found.level == BAD and found.found.endswith("slots of 1 session(s) take 128.0 MiB, pools take 128.0 TiB")
+@pytest.mark.parametrize(("way_back", "slots"), [("off", "128.0 MiB"), ("auto", "256.0 MiB")])
+def test_the_memory_of_a_pool_is_named(way_back: Literal["off", "auto"], slots: str) -> None:
+    config = DaemonConfig(role="decode", pool_bytes=1 << 47, way_back=way_back)
+    found = next(finding for finding in doctor.memory(config) if finding.what == "memory")
+    assert found.level == BAD and found.found.endswith(f"slots of 1 session(s) take {slots}, pools take 128.0 TiB")
 
 
 def test_every_bad_finding_of_this_machine_has_a_remedy() -> None:

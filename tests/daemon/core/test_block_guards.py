@@ -42,7 +42,7 @@ class Decode(Effects):
             blocks=blocks_of(first, pages if held == pages else pages - held),
             blocks_from=0 if held == pages else held * PAGE,
         )
-        self.core.admit(1, NAMESPACE, number, request, DEADLINE, 0.0, SHAPE.of_admit(request))
+        self.core.admit(1, NAMESPACE, number, request, DEADLINE, 0.0, SHAPE.named_by(request))
         self.take()
 
     def store(self, number: Name, pages: int, first: int) -> list[CopyStarted]:

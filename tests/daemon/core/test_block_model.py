@@ -200,7 +200,7 @@ class BlockMachine(RuleBasedStateMachine):
             blocks_from=start,
         )
         try:
-            self.core.admit(worker, SPACE, name, request, self.now + 30, self.now, SHAPE.of_admit(request))
+            self.core.admit(worker, SPACE, name, request, self.now + 30, self.now, SHAPE.named_by(request))
         except RequestError:
             self.give_back(name)
         self.run_effects()

@@ -209,13 +209,16 @@ def config(**settings: Any) -> DaemonConfig:
 @pytest.mark.parametrize(
     ("settings", "role", "why"),
     [
-        ({"pool": "engine"}, "decode", "the pool is an engine's memory"),
+        (
+            {"pool": "engine", "ranks": 2},
+            "decode",
+            "from the memory of an engine with 2 ranks nothing is fetched yet",
+        ),
         (
             {"pool": "engine", "ranks": 2},
             "prefill",
             "into the memory of an engine with 2 ranks nothing is fetched yet",
         ),
-        ({"device": "cuda"}, "prefill", "the pool is on GPUs"),
         ({"reuse": "off"}, "prefill", "nothing is kept (reuse is off)"),
     ],
 )
@@ -224,8 +227,14 @@ def test_what_has_none_yet_says_why(settings: dict[str, Any], role: str, why: st
     assert not has_way_back(config(way_back="always", **settings), role)
 
 
-def test_an_engines_memory_is_fetched_into() -> None:
-    assert has_way_back(config(way_back="auto", pool="engine"), "prefill")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engines_memory_has_one(role: str) -> None:
+    assert has_way_back(config(way_back="auto", pool="engine"), role)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_pools_on_gpus_have_one(role: str) -> None:
+    assert has_way_back(config(way_back="auto", device="cuda:0"), role)
 
 
 def test_the_hello_says_it_where_it_is_set() -> None:

@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 
 FETCHES, RETURNS = ("tests/daemon/core/test_way_back_fetches.py",), ("tests/daemon/core/test_way_back_returns.py",)
 CHOICE = ("tests/daemon/core/test_way_back_choice.py",)
+BLOCKS = ("tests/daemon/core/test_way_back_of_blocks.py",)
 ENGINES = ("tests/daemon/core/test_way_back_engines.py",)
 PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
@@ -210,6 +211,94 @@ _CORES = (
         'self._returns.end_all(lease, aborted("the decode daemon\'s request has ended"))',
         "pass",
         RETURNS,
+    ),
+    Guard(
+        "what an engine holds is read once it is computed",
+        _RETURNS,
+        "Returns._readable",
+        "if lease.held_pages and not lease.held_written:",
+        "if False:",
+        BLOCKS,
+    ),
+    Guard(
+        "what an engine has not named does not go back",
+        _RETURNS,
+        "Returns._held_in_blocks",
+        "if own and not lease.held_blocks:",
+        "if False:",
+        BLOCKS,
+    ),
+    Guard(
+        "a page that an engine holds in part does not go back",
+        _RETURNS,
+        "Returns._held_in_blocks",
+        " or not lease.is_whole(own)",
+        "",
+        BLOCKS,
+    ),
+    Guard(
+        "what is restored into blocks is read once it is there",
+        _RETURNS,
+        "Returns._readable",
+        "if lease.pages[i] in lease.missing",
+        "if False",
+        BLOCKS,
+    ),
+    Guard(
+        "what prefill is asked for does not come back from it",
+        _RETURNS,
+        "Returns._held_in_blocks",
+        "if lease.pages[i] in lease.filling",
+        "if False",
+        BLOCKS,
+    ),
+    Guard(
+        "from Ready on nothing of an engine's blocks is read",
+        "daemon/core/decode_leases.py",
+        "LeaseKeeper.check_ready",
+        "if lease.blocks and lease.returns:",
+        "if False:",
+        BLOCKS,
+    ),
+    Guard(
+        "a request that waits for what goes back is ready behind it",
+        "daemon/core/decode_leases.py",
+        "LeaseKeeper.returned",
+        "self.check_ready(lease, now)",
+        "pass",
+        BLOCKS,
+    ),
+    Guard(
+        "blocks that are read for a request are written for nobody else",
+        "daemon/core/blocks/block_tier.py",
+        "BlockTier.claim",
+        "self._read.update(_read(lease))",
+        "pass",
+        BLOCKS,
+    ),
+    Guard(
+        "held blocks are as many as there are held tokens",
+        "daemon/core/limits.py",
+        "BlockShape.held_of_admit",
+        "if held and len(held) != most:",
+        "if False:",
+        BLOCKS,
+    ),
+    Guard(
+        "what is written is not held",
+        "daemon/core/limits.py",
+        "BlockShape.held_of_admit",
+        "if twice := own.intersection(held):",
+        "if twice := set():",
+        BLOCKS,
+    ),
+    Guard(
+        "blocks are told to be computed behind the step that computes them",
+        "connectors/block_requests.py",
+        "BlockRequests._tell_held",
+        "await step.over.wait()",
+        "pass",
+        ("tests/connectors/worker_side/test_way_back_of_blocks.py",),
     ),
     Guard("fetching is to be twice as fast", _CHOICE, "Judge.choose", "if MARGIN * self", "if self", CHOICE),
     Guard("few tokens are computed", _CHOICE, "Judge.choose", "if tokens < LEAST_TOKENS:", "if tokens < 0:", CHOICE),

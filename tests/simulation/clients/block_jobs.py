@@ -92,6 +92,9 @@ class BlockDecodeJob(BlockJob):
         self.whole = Prompt([*self.prompt.tokens, *wanted.output[:-1]], ROOT)
         self.hands_in = not prefill and wanted.held_tokens == len(self.prompt.tokens)
         self.finished = self.blunder = False
+        self.held: list[int] = []  # blocks that it holds itself, which may go back to prefill
+        self.reading: list[int] = []  # of them, those that the daemon may read now
+        self.computed = True  # what it holds itself is
         self._storing, self._leaving = 0, False
         self.local_tokens = 0
         self.wait_for_blocks(len(self.prompt.tokens))
@@ -105,7 +108,7 @@ class BlockDecodeJob(BlockJob):
         prompt, wanted, random, size = self.prompt, self.wanted, self.clock.random, self.engine.tokens
         tokens = len(prompt.tokens)
         self.start = size * random.randint(0, (tokens - 1) // size) if self.clock.chance(0.5) else 0
-        self.engine.compute(self.blocks, 0, self.start, prompt.contents)  # it holds them itself
+        self._hold()
         self.end = tokens
         if not self.prefill and self.clock.chance(0.7):  # what it computes itself need not be named
             self.end = max((tokens - 1) // PAGE * PAGE, self.start + 1)
@@ -117,12 +120,56 @@ class BlockDecodeJob(BlockJob):
         body.prefill, body.deadline_ms, body.priority = self.prefill, wanted.deadline_ms, wanted.priority
         body.max_new_tokens, body.warmup = 1, wanted.warmup
         body.held_tokens, body.blocks_from = self.start // PAGE * PAGE, self.start
+        body.held_blocks.extend(self.held)
         named = self.blocks[self.start // size : -(-self.end // size)]
         if self.prefill:
             self.process.side.prompts[self.name] = prompt  # type: ignore[union-attr]
         self.name_blocks(named)
         body.blocks.extend(self._with_blunder(named))
         self.process.send("admit", message)
+
+    def _hold(self) -> None:
+        """It holds them itself. Where they may go back, some are computed in the very step in which it names them."""
+        whole = self.start // PAGE * PAGE // self.engine.tokens
+        if whole and self.prefill and self.process.side.setting.way_back and self.clock.chance(0.8):
+            self.held, self.computed = self.blocks[:whole], False
+            self.process.after(self.clock.between(*STEP), self._step_ends)
+        else:
+            self.engine.compute(self.blocks, 0, self.start, self.prompt.contents)
+
+    def _step_ends(self) -> None:
+        if not (self.computed or self.stopped) and self.process.connected:
+            self._compute_held()
+            self._say_held()
+
+    def _say_held(self) -> None:
+        """What it holds is computed: the daemon may read it until Ready, or the end."""
+        if not (self.held and self.computed and self.admitted):
+            return
+        self.clock.counts["prefixes that may go back"] += 1
+        self.reading = self.held
+        self.engine.name(self.reading, writes=False)
+        message = self.message("progress")
+        message.progress.tokens = self.start // PAGE * PAGE
+        self.process.send("progress", message)
+
+    def _compute_held(self) -> None:
+        if not self.computed:
+            self.computed = True
+            self.engine.compute(self.blocks, 0, self.start, self.prompt.contents)
+
+    def _reads_no_more(self) -> None:
+        self.engine.unname(self.reading, writes=False)
+        self.reading = []
+
+    def daemon_says(self, kind: str, body: object) -> None:
+        super().daemon_says(kind, body)
+        if kind == "ready":
+            self._reads_no_more()
+
+    def daemon_lets_go(self) -> None:
+        super().daemon_lets_go()
+        self._reads_no_more()
 
     def _with_blunder(self, named: list[int]) -> list[int]:
         """Some engines err, and name a block of another request's that has surely not ended."""
@@ -142,6 +189,8 @@ class BlockDecodeJob(BlockJob):
         expect(not self.blunder, f"{self.name} is admitted, though it has named another one's block")
         expect(not body.pages, f"{self.name}: pages are named to an engine with blocks")
         self.admitted = True
+        if not self.stopped:
+            self._say_held()
         self.check_matched(body.matched_tokens)
         self.local_tokens = body.local_tokens
         self.clock.counts["tokens loaded into blocks"] += max(0, body.matched_tokens - self.start)
@@ -149,6 +198,7 @@ class BlockDecodeJob(BlockJob):
     def on_ready(self, body: wire.Ready, generations: list[int]) -> None:
         if self.stopped:
             return
+        self._compute_held()
         self._check("reads its ready prompt")
         if self.prefill:
             expect(body.aux == self.prompt.blob, f"{self.name}: the aux blob is {body.aux!r}")

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, SystemSpec
 from kvferry.proto import cache_pb2
 from kvferry.workers.models.transformer import kv_shape
 from tests.support import tiny_models
-from tests.support.engines import Engines, Turn, courier_pids, settled, stats, wait_until
+from tests.support.engines import Engines, courier_pids, settled, stats, wait_until
 from tests.support.reference import Comparison, Conversation
+from tests.system.serving.ranks import ids
+from tests.system.way_back.conversations import ALWAYS, converse, started
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
-ALWAYS = ("--way-back", "always")
-
-
-def ids(rng: random.Random, n: int) -> list[int]:
-    return [rng.randrange(32_000) for _ in range(n)]
 
 
 def system(prefills: int = 1, setting: str = "always", *flags: str, pages: int = 4096) -> SystemSpec:
@@ -42,28 +38,8 @@ def system(prefills: int = 1, setting: str = "always", *flags: str, pages: int =
     )
 
 
-def started(stack: Stack, spec: SystemSpec) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
-    """Once their sessions are up: an Ask that waits for that comes too late."""
-    prefills, decodes = start_replicas(stack, spec)
-    wait_until(lambda: {peer.state for peer in stats(decodes[0]).peers} == {"up"}, 30.0, "its sessions are up")
-    return prefills, decodes
-
-
 def choices(side: cache_pb2.SideStats) -> dict[str, int]:
     return {choice.reason: choice.count for choice in side.way_back.choices}
-
-
-def converse(decode: Replica, prefills: Sequence[Replica], turns: int, *, seed: int) -> list[Turn]:
-    """One conversation, each turn with another prefill server."""
-    rng = random.Random(seed)
-    history, done = ids(rng, 100), list[Turn]()
-    for number in range(turns):
-        with Engines(prefills[number % len(prefills)], decode) as engines:
-            turn = engines.turn(history, 20)
-        assert turn.error is None, turn.details
-        done.append(turn)
-        history = history + turn.output + ids(rng, 30)
-    return done
 
 
 def restarted(stack: Stack, prefill: Replica, *flags: str) -> Replica:
