@@ -7,7 +7,7 @@ standstill of the event loop meanwhile, and what the driver takes to allocate pi
 The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
 way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
-(decode_steps.py), as each copy's strategy is chosen (auto) and with one strategy for all.
+(--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import contextlib
 import itertools
 import os
 import resource
+import select
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
 import torch
-from decode_steps import Steps, beside
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
@@ -46,6 +49,75 @@ POOL_BYTES, TIER_BYTES = 4 * GIB, 8 * GIB
 UNDER_WAY = 6  # copies in each direction
 WAYS: dict[str, tuple[Any, ...]] = {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}
 PARTS = ("growth", "copies", "beside")
+HIDDEN, INSIDE, LAYERS, BATCH = 4096, 14336, 32, 16
+TOLD_SECONDS = 0.25
+START_SECONDS = 60.0
+
+
+def captured() -> torch.cuda.CUDAGraph:
+    """A step's products."""
+    shapes = ((HIDDEN, HIDDEN * 3 // 2), (HIDDEN, HIDDEN), (HIDDEN, 2 * INSIDE), (INSIDE, HIDDEN))
+    layers = [[torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes] for _ in range(LAYERS)]
+    inputs = {size: torch.randn(BATCH, size, device="cuda", dtype=torch.bfloat16) for size in (HIDDEN, INSIDE)}
+    torch.mm(inputs[HIDDEN], layers[0][0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers:
+            for matrix in layer:
+                torch.mm(inputs[matrix.shape[0]], matrix)
+    return graph
+
+
+def decode_steps() -> None:
+    """Uses the GPU as an engine's decode does: the matrices of an 8B model are read, step after step, by a CUDA graph,
+    the next one queued while one runs. Prints the milliseconds of each quarter second's steps until its stdin ends."""
+    graph = captured()
+    ends = [torch.cuda.Event() for _ in range(2)]
+    steps, began = 0, time.perf_counter()
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        graph.replay()
+        ends[steps % 2].record()
+        if steps:
+            ends[(steps - 1) % 2].synchronize()
+        steps += 1
+        if (now := time.perf_counter()) - began >= TOLD_SECONDS:
+            print(f"{1e3 * (now - began) / steps:.3f}", flush=True)
+            steps, began = 0, now
+    torch.cuda.synchronize()
+
+
+class Steps:
+    """A process of decode steps that runs. A daemon's kernels have the GPU by turns with it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def told(self) -> list[float]:
+        """Milliseconds of the steps of each quarter second since the last call."""
+        told: list[float] = []
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], 0)[0]:
+            told.append(float(self._process.stdout.readline()))
+        return told
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[Steps]:
+    """RuntimeError: it did not start."""
+    words = [sys.executable, "-u", __file__, "--decode-steps"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+            raise RuntimeError(f"{' '.join(words)}: no step in {START_SECONDS:.0f} s")
+        yield Steps(process)
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @dataclass(frozen=True)
@@ -201,7 +273,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--strategies", nargs="+", choices=(AUTO, *STRATEGIES), default=[AUTO, *STRATEGIES])
+    parser.add_argument("--decode-steps", action="store_true", help="only steps, until stdin ends")
     args = parser.parse_args()
+    if args.decode_steps:
+        decode_steps()
+        return
     print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)
     for name, (geometry, _) in SHAPES.items() if "growth" in args.only else ():
         for which in ("the first time", "again"):

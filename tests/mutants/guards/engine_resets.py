@@ -166,7 +166,7 @@ GUARDS: tuple[Guard, ...] = (
         "SchedulerSide._name",
         "tracked.chain.prompt(request.num_prompt_tokens)",
         "tracked.chain.pages(request.num_prompt_tokens)",
-        ("tests/connectors/test_scheduler_side.py",),
+        ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py"),
     ),
     Guard(
         "transfer parameters that are no object end the engine",
@@ -174,7 +174,7 @@ GUARDS: tuple[Guard, ...] = (
         "_checked",
         "if not isinstance(params, Mapping):",
         "if False:",
-        ("tests/connectors/test_scheduler_side.py",),
+        ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py"),
     ),
     Guard(
         "a salt is taken for an adapter",

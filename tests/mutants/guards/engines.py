@@ -8,7 +8,7 @@ POOLS_END = ("tests/client/test_pools_end.py",)
 BLOCKS = ("tests/connectors/test_blocks.py",)
 LOOKUPS = ("tests/connectors/worker_side/test_lookups.py",)
 CHAIN = ("tests/connectors/test_prompt_chain.py",)
-SCHEDULER = ("tests/connectors/test_scheduler_side.py",)
+SCHEDULER = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
 COPIES = ("tests/connectors/worker_side/test_copies.py",)
 ENDS = ("tests/connectors/worker_side/test_ends.py",)
 ENGINE_BLOCKS = ("tests/system/serving/test_engine_blocks.py",)
@@ -287,6 +287,30 @@ DECIDED: tuple[Guard, ...] = (
         "self._ask.is_set() or not self.up",
         "self._ask.is_set() or self._daemon is None",
         LOOKUPS,
+    ),
+    Guard(
+        "a prefix that is on its way for another request is waited for in an engine that would not find it",
+        "connectors/scheduler_decode.py",
+        "DecodeScheduler._arrives_anyway",
+        "if not self.shares_blocks or ",
+        "if ",
+        ("tests/connectors/test_joins.py",),
+    ),
+    Guard(
+        "a load that is over is waited for",
+        "connectors/scheduler_decode.py",
+        "DecodeScheduler.received",
+        "self._arriving.pop(request, None)",
+        "pass",
+        ("tests/connectors/test_joins.py",),
+    ),
+    Guard(
+        "a load that was cancelled is waited for",
+        "connectors/scheduler_decode.py",
+        "DecodeScheduler.finished",
+        "self._arriving.pop(request.request_id, None)",
+        "pass",
+        ("tests/connectors/test_joins.py",),
     ),
     Guard(
         "what a step under way computes is stored",

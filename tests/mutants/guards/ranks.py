@@ -5,7 +5,7 @@ from tests.mutants.guard import Guard
 GATHERING = ("tests/daemon/sides/test_gathering.py",)
 WORDS = ("tests/daemon/sides/test_rank_words.py",)
 SETTINGS = ("tests/connectors/test_settings.py",)
-NEWS = ("tests/connectors/test_scheduler_side.py",)
+NEWS = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
 
 _COMING = (
     Guard(

@@ -1,0 +1,72 @@
+"""Loads of a decode engine that are put off for another's, which brings half of what they lack."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.connectors.orders import News
+from kvferry.connectors.scheduler_decode import WORTH_JOINING
+from kvferry.connectors.scheduler_side import SchedulerSide
+from tests.connectors.scheduling import (
+    BLOCK,
+    TO_DECODE,
+    Daemon,
+    Request,
+    blocks,
+    decode,
+    orders,
+)
+
+LONG = 2 * WORTH_JOINING
+
+
+def loading(tokens: int = LONG, params: dict[str, object] | None = TO_DECODE) -> tuple[SchedulerSide, Request]:
+    """A decode scheduler, one of whose prompts is being loaded."""
+    side, first = decode(Daemon()), Request("a", tokens, params)
+    side.new_request(first)
+    assert side.matched(first, 0) == (tokens, True)
+    side.allocated(first, blocks(tokens), tokens)
+    assert len(orders(side)) == 1
+    return side, first
+
+
+@pytest.mark.parametrize("over", ["received", "failed", "finished"])
+def test_a_prompt_whose_half_is_being_loaded_for_another_waits_for_it(over: str) -> None:
+    side, first = loading()
+    second = Request("b", LONG + 40, TO_DECODE)
+    side.new_request(second)
+    for _ in range(3):
+        assert side.matched(second, 0) == (None, False)
+    assert (side.counts.joins, orders(side)) == (1, [])
+    if over == "finished":
+        side.finished(first, blocks(LONG))
+    else:
+        side.hear(News(bad=frozenset("a" if over == "failed" else "")))
+        side.received(["a"])
+    held = LONG if over == "received" else 0
+    assert side.matched(second, held) == (LONG + 40 - held, True)
+    side.allocated(second, blocks(LONG + 40), LONG + 40 - held)
+    assert side.counts.loads == 2
+
+
+def test_what_another_load_brings_little_of_is_not_put_off() -> None:
+    side, _ = loading()
+    for name, tokens, adapter in (("long", 2 * LONG + 2 * BLOCK, ""), ("other", LONG, "adapter")):
+        request = Request(name, tokens, TO_DECODE, adapter=adapter)
+        side.new_request(request)
+        assert side.matched(request, 0) == (tokens, True)
+    held = Request("held", LONG, TO_DECODE)  # most of it the engine has already
+    side.new_request(held)
+    assert side.matched(held, LONG - WORTH_JOINING) == (WORTH_JOINING, True)
+    short, request = loading(WORTH_JOINING - BLOCK)[0], Request("b", WORTH_JOINING - BLOCK, TO_DECODE)
+    short.new_request(request)
+    assert short.matched(request, 0) == (WORTH_JOINING - BLOCK, True)
+    assert side.counts.joins == short.counts.joins == 0
+
+
+def test_nothing_is_put_off_where_the_engine_would_not_find_it() -> None:
+    side, _ = loading()
+    side.shares_blocks = False
+    second = Request("b", LONG, TO_DECODE)
+    side.new_request(second)
+    assert side.matched(second, 0) == (LONG, True)
