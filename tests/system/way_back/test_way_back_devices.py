@@ -13,6 +13,7 @@ from kvferry.daemon.cli.system import Replica, SystemSpec
 from kvferry.proto.cache_pb2 import SideStats
 from tests.support.devices import need
 from tests.support.engines import Engines, settled
+from tests.system.serving.engine_pools import on_engines
 from tests.system.serving.ranks import PAGE, Case, ids, spec_of
 from tests.system.way_back.conversations import ALWAYS, converse, started
 
@@ -64,6 +65,17 @@ def test_each_server_has_back_what_the_other_turns_brought(
     turns = converse(decodes[0], prefills, 6, seed=1)
     assert [turn.prefill_matched for turn in turns] == [turn.matched for turn in turns], "its output, too"
     assert turns[-1].matched > 5 * 50 // PAGE * PAGE
+    assert went_back(prefills, decodes[0]) > 0
+
+
+@pytest.mark.parametrize(("prefill", "decode", "case"), PLACES[:4])
+def test_pages_in_memory_of_engines_go_back_too(
+    stack: Stack, prefill: tuple[str, ...], decode: tuple[str, ...], case: Case
+) -> None:
+    spec = on_engines(system(prefill, decode, case), 100, case, (",".join(prefill), ",".join(decode)))
+    prefills, decodes = started(stack, spec)
+    turns = converse(decodes[0], prefills, 4, seed=3)
+    assert [turn.prefill_matched for turn in turns] == [turn.matched for turn in turns]
     assert went_back(prefills, decodes[0]) > 0
 
 

@@ -1,0 +1,104 @@
+"""The way back from an engine's blocks to another engine's, of another size: byte for byte, in host memory and on GPUs,
+and no block is touched that nobody has named."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.client.requests import Patience, RequestName
+from kvferry.daemon.cli.stack import Stack
+from kvferry.proto import worker_pb2
+from tests.support.block_engine import PAGE, Prompt, new_name
+from tests.support.engines import side_stats
+from tests.system.serving.block_pairs import Pair, need
+from tests.system.way_back.conversations import ALWAYS
+
+DEVICES = [
+    ("cpu", "cpu"),
+    pytest.param(("cuda:0", "cuda:0"), marks=pytest.mark.gpu),
+    pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu),
+]
+TOKENS = 9 * PAGE + 5
+
+
+async def session_up(pair: Pair) -> None:
+    while [peer.state for peer in side_stats(pair.decode.socket).peers] != ["up"]:
+        await asyncio.sleep(0.02)
+
+
+async def ask(pair: Pair, prompt: Prompt, name: RequestName, blocks: list[int], held: int, late: float) -> None:
+    """The decode engine holds the first `held` tokens, which a step of `late` seconds computes."""
+    decode, per_block = pair.decode, pair.decode.block_tokens
+    await decode.client.admit(
+        name,
+        **prompt.words,  # type: ignore[arg-type]
+        prefill="p",
+        max_new_tokens=1,
+        deadline_s=20,
+        held_tokens=held // PAGE * PAGE,
+        blocks=blocks[held // per_block :],
+        blocks_from=held,
+        held_blocks=blocks[: held // PAGE * PAGE // per_block],
+    )
+    await asyncio.sleep(late)
+    decode.compute(prompt, blocks, 0, held)
+    decode.client.progress(name, held // PAGE * PAGE)
+    await decode.client.ready(name)
+    await decode.client.finish(name, tokens=prompt.tokens, digests=b"")
+
+
+async def fetch_and_compute(pair: Pair, prompt: Prompt, name: RequestName) -> int:
+    """The prefill engine has what it can into its blocks, and computes the rest. The tokens that have come."""
+    prefill = pair.prefill
+    blocks, offered = prefill.take(prompt.tokens), asyncio.get_running_loop().create_future()
+    begun = asyncio.ensure_future(
+        prefill.client.begin(
+            name,
+            **prompt.words,  # type: ignore[arg-type]
+            deadline_s=20,
+            patience=Patience(worker_pb2.PATIENCE_FETCH, 0, offered.set_result),
+        )
+    )
+    most = await offered
+    named = -(-most // prefill.block_tokens)
+    prefill.client.fetch(name, blocks[:named], 0)
+    matched = (await begun).matched_tokens
+    assert prefill.wrong(prompt, blocks, 0, matched) == []
+    prefill.compute(prompt, blocks, matched, prompt.tokens)
+    prefill.client.progress(name, prompt.tokens, blocks[named:])
+    prefill.client.aux(name, b"first")
+    await prefill.client.ended(name, 20)
+    prefill.give_back(blocks)
+    return matched
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_what_decodes_engine_holds_comes_into_prefills_blocks(stack: Stack, devices: tuple[str, str]) -> None:
+    need(*devices)
+
+    async def run() -> None:
+        async with Pair(stack, *ALWAYS, "--checksums", "on", devices=devices) as pair:
+            assert pair.decode.client.welcome.way_back
+            await session_up(pair)
+            fetched = 0
+            for number, (held, late) in enumerate(
+                [(PAGE, 0.0), (5 * PAGE, 0.05), (5 * PAGE + 4, 0.0), (9 * PAGE, 0.2)]
+            ):
+                prompt, name = Prompt(TOKENS, number), new_name()
+                blocks = pair.decode.take(TOKENS)
+                matched, _ = await asyncio.gather(
+                    fetch_and_compute(pair, prompt, name), ask(pair, prompt, name, blocks, held, late)
+                )
+                assert matched == held // PAGE * PAGE
+                fetched += matched
+                assert pair.decode.wrong(prompt, blocks, 0, TOKENS) == []
+                assert not pair.decode.touched() and not pair.prefill.touched()
+                pair.decode.give_back(blocks)
+            sides = [side_stats(engine.socket) for engine in (pair.prefill, pair.decode)]
+            assert [side.way_back.transfers.delta_pages for side in sides] == [fetched // PAGE] * 2
+            assert [side.way_back.transfers.mismatched_parts for side in sides] == [0, 0]
+            assert [side.pool.leased for side in sides] == [0, 0]
+
+    asyncio.run(run())
