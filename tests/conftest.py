@@ -50,5 +50,6 @@ def start(files: list[int], worker: dict[str, object]) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if order:
-        items.sort(key=lambda item: order.index(TESTS / item.path.relative_to(TESTS).parts[0]))
+    places = {path: index for index, path in enumerate(order)}
+    if places:
+        items.sort(key=lambda item: max(places.get(path, -1) for path in (item.path, *item.path.parents)))
