@@ -88,10 +88,11 @@ $(SGLANG)/%/.unpacked: | venv
 	$(BIN)/python -m zipfile -e $(SGLANG)/wheels/sglang-$*-*.whl $(SGLANG)/$*
 	@rm -f $(SGLANG)/wheels/sglang-$*-*.whl && touch $@
 
-# Without an index for SGLang its tests say so, and are left out.
+# Without an index for SGLang its tests say so, and are left out. Bytecode is kept, whatever the environment says: each
+# worker rewrites a third of the asserts, and the processes of the tests compile nothing anew.
 test: venv proto-check
 	-@$(MAKE) --no-print-directory sglang-wheels
-	$(BIN)/python -m pytest -m 'not nightly' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m 'not nightly' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 nightly: venv
 	@mkdir -p bench/results

@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -31,10 +32,39 @@ def ours() -> list[Path]:
 FILES = ours()
 
 
+class Python(NamedTuple):
+    """What a file has, by the line where it stands; its tree is not kept."""
+
+    functions: dict[int, tuple[str, int]]  # name and lines
+    constructors: dict[int, int]  # arguments
+    classes: dict[int, str]  # public, of the module itself
+    docstrings: dict[int, str]  # by the docstring's own line
+    docstring: str | None
+
+
+def read(path: Path) -> Python:
+    tree = ast.parse((ROOT / path).read_text(), str(path))
+    classes = {node.lineno: node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    public = {line: name for line, name in classes.items() if not name.startswith("_")}
+    found = Python({}, {}, public, {}, ast.get_docstring(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if text := ast.get_docstring(node):
+            found.docstrings[node.body[0].lineno] = text
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            found.functions[node.lineno] = (node.name, node.end_lineno - node.lineno + 1)
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            own = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            found.constructors[node.lineno] = len(own) - 1
+    return found
+
+
 @cache
-def trees() -> dict[Path, ast.Module]:
+def pythons() -> dict[Path, Python]:
     """Read once a test asks: every worker of a run collects this file."""
-    return {path: ast.parse((ROOT / path).read_text(), str(path)) for path in FILES if path.suffix == ".py"}
+    return {path: read(path) for path in FILES if path.suffix == ".py"}
 
 
 def test_files_are_read_in_one_sitting() -> None:
@@ -44,12 +74,11 @@ def test_files_are_read_in_one_sitting() -> None:
 
 
 def test_functions_are_short() -> None:
-    found = {}
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert node.end_lineno is not None
-                found[f"{path}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    found = {
+        f"{path}:{line} {name}": count
+        for path, python in pythons().items()
+        for line, (name, count) in python.functions.items()
+    }
     assert len(found) > 4000
     assert not {where: count for where, count in found.items() if count > FUNCTION_LINES}
 
@@ -60,24 +89,19 @@ def test_folders_have_few_files() -> None:
 
 
 def test_constructors_take_few_arguments() -> None:
-    found = {}
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                arguments = node.args
-                own = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-                found[f"{path}:{node.lineno}"] = len(own) - 1
+    found = {
+        f"{path}:{line}": count for path, python in pythons().items() for line, count in python.constructors.items()
+    }
     assert len(found) > 200
     assert not {where: count for where, count in found.items() if count > ARGUMENTS}
 
 
 def test_a_public_class_has_its_name_alone() -> None:
     found = defaultdict(list)
-    for path, tree in trees().items():
+    for path, python in pythons().items():
         if path.parts[0] in PACKAGES:
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].append(f"{path}:{node.lineno}")
+            for line, name in python.classes.items():
+                found[name].append(f"{path}:{line}")
     assert len(found) > 400
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
@@ -86,18 +110,17 @@ def test_folders_say_what_lives_in_them() -> None:
     """Each folder of more than five files of a package opens with a docstring or a README."""
     for folder, count in Counter(path.parent for path in FILES if path.parts[0] in (*PACKAGES, "csrc")).items():
         if count > 5 and not (ROOT / folder / "README.md").exists():
-            tree = trees().get(folder / "__init__.py")
-            assert tree is not None and ast.get_docstring(tree), f"{folder} has {count} files and no word on them"
+            python = pythons().get(folder / "__init__.py")
+            assert python is not None and python.docstring, f"{folder} has {count} files and no word on them"
 
 
 def test_docstrings_name_their_subject() -> None:
     """One that is read alone, as an editor shows it, says what the thing is or does."""
-    found = {}
-    for path, tree in trees().items():
-        if path.parts[0] in PACKAGES:
-            for node in ast.walk(tree):
-                documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-                if documented and (text := ast.get_docstring(node)):
-                    found[f"{path}:{node.body[0].lineno}"] = text
+    found = {
+        f"{path}:{line}": text
+        for path, python in pythons().items()
+        if path.parts[0] in PACKAGES
+        for line, text in python.docstrings.items()
+    }
     assert len(found) > 1500
     assert not {where: text for where, text in found.items() if text.split()[0].rstrip(",.:;") in RIDDLES}

@@ -18,7 +18,7 @@ CANARY = 0x5A
 @pytest.fixture(scope="module")
 def pair(one_rank: None) -> Iterator[Pair]:
     with DeviceStack() as stack, ExitStack() as patches:
-        made = Pair(stack, patches)
+        made = Pair(stack, patches, deadline_seconds=6)  # one test waits for it
         try:
             yield made
         finally:
