@@ -20,7 +20,7 @@ from kvferry.daemon.core.counters import Latencies, TransferCounters
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.peers import session as session_module
 from kvferry.daemon.peers.receiving import ReceivingSession
-from kvferry.daemon.peers.sending import SendingSession
+from kvferry.daemon.peers.sending import Sending, SendingSession
 from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.messages import Connected
@@ -74,6 +74,10 @@ class Stream:
             self.says.put_nowait(peer.PeerMessage(courier_connected=peer.CourierConnected()))
 
 
+class WithWayBack(ReceivingSession):
+    """Such a one, which also sends."""
+
+
 def session_of(pool: Pool, kind: type[Session], lanes: Sequence[Lane]) -> Session:
     setup = SessionSetup(
         remote="peer",
@@ -89,7 +93,11 @@ def session_of(pool: Pool, kind: type[Session], lanes: Sequence[Lane]) -> Sessio
     if kind is SendingSession:
         return SendingSession(setup, meters, number=1, send_slots=SLOTS, remote_epoch=1, events=events)
     receiver = Receiver(epoch=1, lanes=lanes, slot_bytes=SLOT_BYTES, slots=SLOTS, counts=TransferCounters())
-    return ReceivingSession(setup, meters, receiver=receiver, events=events, pages=events)
+    session = ReceivingSession(setup, meters, receiver=receiver, events=events, pages=events)
+    if kind is WithWayBack:
+        slots = {"send_slots": SLOTS, "remote_epoch": 1}
+        session.returning = Sending(session, meters, number=1, events=events, lanes=lanes, **slots)
+    return session
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -100,15 +108,15 @@ async def until(true: Callable[[], object]) -> None:
     raise AssertionError("not in 20 s")
 
 
-async def first_summed_part(pool: Pool, session: Session) -> None:
+async def first_summed_part(session: Session, direction: int = 0, *, sends: bool) -> None:
     end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     nbytes = session.lanes[0].row_bytes
-    if isinstance(session, SendingSession):
+    if sends:
         gather = Gather(0, 0, Credit(0, 0), [1], 0, 0, nbytes, PartHeader(0, 0, 0, 0, 0, 0, 0, nbytes))
-        session.parts(0).gather(gather, end.set_result)
+        session.parts(direction).gather(gather, end.set_result)
     else:
         scatter = Scatter(0, 0, [1], 0, 0, nbytes)
-        session.parts(0).scatter(scatter, lambda problem, _: end.set_result(problem))
+        session.parts(direction).scatter(scatter, lambda problem, _: end.set_result(problem))
     assert await asyncio.wait_for(end, 20) == ""
 
 
@@ -125,15 +133,18 @@ def links(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> list[Link]:
     return made
 
 
-@pytest.mark.parametrize("kind", [SendingSession, ReceivingSession])
+@pytest.mark.parametrize("kind", [SendingSession, ReceivingSession, WithWayBack])
 def test_a_session_comes_up_and_ends(pool: Pool, links: list[Link], kind: type[Session]) -> None:
-    """With its first part, whose sum has a place by then."""
+    """With its first part of each direction, whose sum has a place by then. What has come is sent back once its copy
+    has ended."""
 
     async def story() -> None:
         session, stream = session_of(pool, kind, pool.lanes), Stream()
         running = asyncio.ensure_future(session.run(cast(Any, stream)))
         await until(lambda: session.up)
-        await first_summed_part(pool, session)
+        await first_summed_part(session, sends=kind is SendingSession)
+        if kind is WithWayBack:
+            await first_summed_part(session, 1, sends=True)
         stream.says.put_nowait(None)
         with pytest.raises(SessionBroken, match="closed the stream"):
             await running
