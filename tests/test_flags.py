@@ -9,6 +9,7 @@ import pytest
 
 from kvferry import flags
 from kvferry.client.engine_pools import parse_devices
+from kvferry.daemon.cli.main import main
 from kvferry.workers.main import add_arguments
 
 Parse = Callable[[str], object]
@@ -73,3 +74,10 @@ def test_a_worker_refuses(words: tuple[str, ...], message: str, capsys: pytest.C
     with pytest.raises(SystemExit):
         parser.parse_args(["decode", "--socket", "s", "--listen", "x:0", "--synthetic", *words])
     assert message in capsys.readouterr().err
+
+
+def test_a_synthetic_worker_has_no_pages_that_only_an_engine_can_look_into(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["worker", "decode", "--synthetic", "--socket", "/nowhere/d.sock", "--listen", "127.0.0.1:0"]
+    shape = ["--synthetic-tensors", "1", "--synthetic-further", "layers=1,head_dim=4,tensors=2"]
+    assert main([*words, *shape, "--synthetic-layout", "engine-hnd"]) == 2
+    assert "--synthetic-further has tensors=2, and --synthetic-tensors is 1" in capsys.readouterr().err

@@ -213,6 +213,13 @@ def _prepare_synthetic(args: argparse.Namespace) -> Prepared:
     for flag, value in (("--max-batch", args.max_batch), ("--record", args.record)):
         if value is not None:
             raise ValueError(f"{flag} is for a model; --synthetic computes nothing")
+    if args.synthetic_layout == "engine-hnd" and any(
+        s.tensors > args.synthetic_tensors for s in args.synthetic_further
+    ):
+        raise ValueError(
+            "--synthetic-further has tensors=2, and --synthetic-tensors is 1: with --synthetic-layout engine-hnd K and "
+            "V would be one run, which only an engine can look into"
+        )
     geometry = common_pb2.Geometry(
         layers=args.synthetic_layers,
         kv_heads=args.synthetic_kv_heads,

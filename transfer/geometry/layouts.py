@@ -168,14 +168,25 @@ class RankStorage:
     pages: int
 
     def __post_init__(self) -> None:
-        assert not self.geometry.further, "each cache has a place of its own"
+        """ValueError where K and V of each head are to be one run, and lie apart."""
+        geometry = self.geometry
+        assert not geometry.further, "each cache has a place of its own"
+        if 0 < geometry.runs_of_a_head < geometry.tensors:
+            size = geometry.page_bytes // (geometry.layers * geometry.tensors)
+            touching = np.all(np.diff(self.bases.reshape(geometry.layers, -1)) == size)
+            if not touching or np.any(np.diff(self.page_strides.reshape(geometry.layers, -1))):
+                raise ValueError(
+                    f"geometry.head_runs is {geometry.head_runs}: K and V of a head are one run of bytes, but the K "
+                    "and the V of a layer lie apart here, as in storage LAYER_MAJOR; it takes PAGE_MAJOR"
+                )
 
     @staticmethod
     def make(
         geometry: KVGeometry, order: StorageOrder, pages: int, start: int = 0, whole: int | None = None
     ) -> RankStorage:
         """A cache in a rank's memory, without gaps, from byte `start` on. whole: bytes of a page of all caches, of
-        which page-major memory has one behind the other; None: there is this one alone. ValueError: no pages."""
+        which page-major memory has one behind the other; None: there is this one alone. ValueError: no pages, or as
+        of every one."""
         if pages < 1:
             raise ValueError(f"pages is {pages}; it must be at least 1")
         tensors = geometry.layers * geometry.tensors
@@ -247,7 +258,7 @@ Storages: TypeAlias = tuple[RankStorage | BlockStorage, ...]
 
 def rank_storages(geometry: KVGeometry, order: StorageOrder, pages: int) -> tuple[RankStorage, ...]:
     """A rank's memory without gaps, from byte 0 on: a page's caches one behind the other in page-major order, else all
-    pages of one behind those of the other. ValueError: no pages."""
+    pages of one behind those of the other. ValueError as of `RankStorage.make`."""
     found: list[RankStorage] = []
     start = 0
     for cache in geometry.caches:

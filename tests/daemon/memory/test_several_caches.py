@@ -137,11 +137,12 @@ def test_an_engines_pool_lies_as_the_daemons(tmp_path: Path, name: str, order: S
 
 HND = KVGeometry(3, 4, 6, "bfloat16", 8, Layout.ENGINE, head_runs=1, further=(replace(INDEXER, layers=3),))
 LATENTS = KVGeometry(3, 1, 36, "bfloat16", 8, Layout.ENGINE, tensors=1, further=(INDEXER,))
+DRAFTED = replace(LATENTS, head_runs=1, further=(CacheShape(2, 4, 6, "bfloat16"), INDEXER))
 
 
 @pytest.mark.parametrize("tokens", [(0, 0), (4, 2), (8, 0), (0, 4)])
 @pytest.mark.parametrize(("senders", "receivers"), PAIRS)
-@pytest.mark.parametrize("geometry", [HND, LATENTS])
+@pytest.mark.parametrize("geometry", [HND, LATENTS, DRAFTED])
 def test_an_engines_own_pages_and_blocks(
     tmp_path: Path, geometry: KVGeometry, senders: int, receivers: int, tokens: tuple[int, int]
 ) -> None:
@@ -156,7 +157,7 @@ def test_one_cache_that_only_the_engine_can_cut_holds_the_others() -> None:
     assert len(lanes_of(replace(LATENTS, head_runs=0), 2, 4)) == 8, "every rank has all of it"
 
 
-@pytest.mark.parametrize("geometry", [HND, LATENTS])
+@pytest.mark.parametrize("geometry", [HND, LATENTS, DRAFTED])
 def test_behind_a_prompts_end_no_cache_of_a_block_is_given_away(tmp_path: Path, geometry: KVGeometry) -> None:
     """Its blocks stay as they are."""
     source, target = (Ranks.make(tmp_path, name, geometry, 2, 4) for name in ("a", "b"))

@@ -15,6 +15,7 @@ import pytest
 from kvferry.client.engine_pools import EnginePools, PoolSpec, make_files
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.memory.making import registration_of
 from kvferry.daemon.peers.dialing import dial_plainly
 from kvferry.daemon.services import worker as worker_service
 from kvferry.daemon.services.worker import WorkerService
@@ -28,15 +29,21 @@ from kvferry.transfer.mapping.segment import FileLock, Segment
 PAGE = 16
 
 
-def hello(folder: Path, name: str) -> tuple[EnginePools, worker_pb2.WorkerHello]:
+def hello(
+    folder: Path, name: str, order: StorageOrder = StorageOrder.LAYER_MAJOR, runs: int | None = None
+) -> tuple[EnginePools, worker_pb2.WorkerHello]:
+    """`runs`: of a head, in an engine's own layout, which the facts alone say; None: it has another."""
     geometry = common_pb2.Geometry(layers=2, kv_heads=1, head_dim=16, dtype="float32")
     facts = common_pb2.NamespaceFacts(
         model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
     )
-    spec = PoolSpec(8, PAGE, StorageOrder.LAYER_MAJOR, (), 1, str(folder))
+    spec = PoolSpec(8, PAGE, order, (), 1, str(folder))
     pools = make_files(spec, spec.geometry(geometry))
     message = worker_pb2.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker=name, facts=facts)
     message.facts.geometry.page_size = PAGE
+    if runs is not None:
+        message.facts.geometry.layout, message.facts.geometry.head_runs = common_pb2.LAYOUT_ENGINE, runs
+        message.facts.engine_layout = "an engine's"
     message.pool.CopyFrom(pools.message)
     return pools, message
 
@@ -260,6 +267,46 @@ def test_later_workers_serve_the_first_ones_model(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=r"this daemon serves another model: .*another"):
             await side.register(other)
         assert side.workers.may_write == 2
+        await side.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2])
+@pytest.mark.parametrize("order", [StorageOrder.LAYER_MAJOR, StorageOrder.LAYER_BLOCKS])
+def test_pages_in_an_engines_own_layout_are_one_run_of_bytes(tmp_path: Path, order: StorageOrder, runs: int) -> None:
+    """The first engine's, and those of each one that comes back."""
+    config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
+    said = f"storage is {order.name}; a page in an engine's own layout is one run of bytes on each rank"
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        apart, wrong = hello(tmp_path, "apart", order, runs)
+        whole, right = hello(tmp_path, "whole", StorageOrder.PAGE_MAJOR, runs)
+        with pytest.raises(RequestError, match=said):
+            await side.register(wrong)
+        await side.register(right)
+        registration = registration_of(config, wrong)
+        assert side.tiers.facts is not None and registration is not None
+        with pytest.raises(RequestError, match=said):
+            await side.tiers.fit(side.tiers.facts, registration)
+        await side.close()
+        apart.close()
+        whole.close()
+
+    asyncio.run(story())
+
+
+def test_the_daemons_own_pool_is_page_by_page_for_an_engines_own_layout(tmp_path: Path) -> None:
+    config = DaemonConfig(role="decode", shm_dir=str(tmp_path), page_size=PAGE, pool_bytes=1 << 20, storage="layer")
+
+    async def story() -> None:
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        message = plain_hello("engine")
+        message.facts.geometry.layout, message.facts.geometry.head_runs = common_pb2.LAYOUT_ENGINE, 1
+        message.facts.engine_layout = "an engine's"
+        with pytest.raises(RequestError, match=r"storage is LAYER_MAJOR; .* it takes --storage page"):
+            await side.register(message)
         await side.close()
 
     asyncio.run(story())

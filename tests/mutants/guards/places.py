@@ -9,6 +9,38 @@ NAMESPACE = ("tests/transfer/geometry/test_geometry.py",)
 
 GUARDS: tuple[Guard, ...] = (
     Guard(
+        "a head's K and V are read as one run where they lie apart",
+        GEOMETRY + "layouts.py",
+        "RankStorage.__post_init__",
+        "if not touching or",
+        "if",
+        ("tests/transfer/geometry/test_layouts.py",),
+    ),
+    Guard(
+        "K and V that touch on one page alone are read as one run",
+        GEOMETRY + "layouts.py",
+        "RankStorage.__post_init__",
+        "if not touching or np.any(np.diff(self.page_strides.reshape(geometry.layers, -1))):",
+        "if not touching:",
+        ("tests/transfer/geometry/test_layouts.py",),
+    ),
+    Guard(
+        "an engine's own layout is taken in any storage",
+        "daemon/sides/tiers.py",
+        "SideTiers._check_layout",
+        "storage is not StorageOrder.PAGE_MAJOR:",
+        "False:",
+        ("tests/daemon/sides/test_registering.py",),
+    ),
+    Guard(
+        "an engine that comes back has its own layout in any storage",
+        "daemon/sides/tiers.py",
+        "SideTiers.fit",
+        "self._check_layout(facts, registration.order)",
+        "pass",
+        ("tests/daemon/sides/test_registering.py",),
+    ),
+    Guard(
         "a registered tensor goes on behind its memory",
         GEOMETRY + "registration.py",
         "_rank",

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvferry._core import HostPages
 from kvferry.daemon.memory.shared import host_pages
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
-from kvferry.transfer.geometry.layouts import RankStorage, RowMap
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.layouts import RankStorage, RowMap, rank_storages
 from tests.support.reshard import random_pages, rows, stored
 
 PAGES = 5
@@ -57,7 +57,7 @@ def gathered(memory: np.ndarray, rows: RowMap, ids: list[int], byte_offset: int,
 def test_any_part_of_any_heads_is_the_canonical_bytes(
     geometry: KVGeometry, order: StorageOrder, count: int, data: st.DataObject
 ) -> None:
-    assume(order is not StorageOrder.LAYER_MAJOR or geometry.head_runs in (0, geometry.tensors))
+    assume(order is not StorageOrder.LAYER_MAJOR or geometry.head_runs in (0, geometry.tensors))  # else refused
     pages = random_pages(geometry, count, seed=1)
     memory = stored(pages, geometry, order)
     first = data.draw(st.integers(0, geometry.kv_heads - 1))
@@ -205,3 +205,22 @@ def test_what_cannot_be_is_refused() -> None:
             rows.part([1], byte_offset, nbytes)
     with pytest.raises(ValueError, match="must be contiguous and of"):
         storage.view(np.zeros(10, np.uint8))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_run_of_k_and_v_is_not_read_where_they_lie_apart(layers: int) -> None:
+    """A page's K would be taken with the next page's."""
+    together = replace(GEOMETRY, layers=layers, layout=Layout.ENGINE, head_runs=1)
+    beside = KVGeometry(
+        1, 1, 8, "int8", 16, Layout.ENGINE, tensors=1, head_runs=1, further=(CacheShape(1, 1, 8, "int8"),)
+    )
+    said = r"geometry\.head_runs is 1: .* lie apart here, as in storage LAYER_MAJOR; it takes PAGE_MAJOR"
+    for geometry in (together, beside):
+        with pytest.raises(ValueError, match=said):
+            rank_storages(geometry, StorageOrder.LAYER_MAJOR, PAGES)
+        for order in (StorageOrder.PAGE_MAJOR, StorageOrder.LAYER_BLOCKS):
+            rank_storages(geometry, order, PAGES)
+    rank_storages(replace(together, head_runs=2), StorageOrder.LAYER_MAJOR, PAGES)
+    made = RankStorage.make(together, StorageOrder.LAYER_BLOCKS, PAGES)
+    with pytest.raises(ValueError, match=said):
+        RankStorage(together, made.bases, made.page_strides + np.arange(2 * layers), PAGES)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
-from kvferry.transfer.geometry.layouts import RowMap
+from kvferry.transfer.geometry.layouts import RankStorage, RowMap
 from kvferry.transfer.geometry.pool_shape import PoolShape
 from tests.support.reshard import heads_of_rank
 
@@ -38,6 +38,22 @@ class Sizes:
     send_slots: int  # of each sending rank
 
 
+def in_one_run(cache: KVGeometry) -> bool:
+    """Whether each head's K and V are one run, in which only an engine knows what is where."""
+    return 0 < cache.head_runs < cache.tensors
+
+
+def by_runs(cache: KVGeometry) -> KVGeometry:
+    """A cache of the same bytes, whose heads' runs are not looked into where K and V are one."""
+    return replace(cache, tensors=1, head_dim=cache.tensors * cache.head_dim) if in_one_run(cache) else cache
+
+
+def view_of(storage: RankStorage, memory: np.ndarray) -> np.ndarray:
+    whole = by_runs(storage.geometry)
+    step = storage.geometry.tensors // whole.tensors
+    return RankStorage(whole, storage.bases[::step], storage.page_strides[::step], storage.pages).view(memory)
+
+
 class Pool:
     """A pool over its ranks."""
 
@@ -46,7 +62,7 @@ class Pool:
         self.shape = PoolShape(geometry, ranks, order, POOL_PAGES)
         self.memories = [np.full(self.shape.rank_bytes, POISON, np.uint8) for _ in range(ranks)]
         # Of each cache, of each rank.
-        self.views = [[storage.view(memory) for memory in self.memories] for storage in self.shape.storages]
+        self.views = [[view_of(storage, memory) for memory in self.memories] for storage in self.shape.storages]
         self.heads = [[heads_of_rank(cache, ranks, rank) for rank in range(ranks)] for cache in geometry.caches]
 
     def store(self, page_id: int, row: bytes) -> None:
@@ -72,7 +88,7 @@ class Pool:
         """Each cache of it."""
         found: list[np.ndarray] = []
         start = 0
-        for cache in self.geometry.caches:
+        for cache in map(by_runs, self.geometry.caches):
             own = np.frombuffer(row, np.uint8, cache.page_bytes, start)
             shaped = own.reshape(*cache.page_shape[:4], -1)
             found.append(shaped.transpose(0, 1, 3, 2, 4) if cache.heads_first else shaped)
