@@ -406,7 +406,7 @@ def free_port() -> int:
 
 
 def ucx_ports(place: int) -> str:
-    first = int(os.environ.get("KVFERRY_UCX_BASE", "22100")) + 32 * place
+    first = int(os.environ.get("VLLM_UCX_BASE", "22100")) + 32 * place
     return f"{first}-{first + 31}"
 
 

@@ -206,13 +206,9 @@ def nvlink_bytes() -> dict[str, tuple[float, float]]:
     return found
 
 
-def tokens_by_source(cluster: Cluster) -> dict[str, float]:
-    """Prompt tokens of prefill engines: all, in their own caches, and brought by a connector."""
-    names = {
-        "prompt": "prompt_tokens_total",
-        "cached": "prefix_cache_hits_total",
-        "brought": "external_prefix_cache_hits_total",
-    }
+def prompt_tokens(cluster: Cluster) -> dict[str, float]:
+    """Of prefill engines: all, and those that they have computed themselves."""
+    names = {"prompt": "prompt_tokens_total", "computed": "request_prefill_kv_computed_tokens_sum"}
     return {
         name: sum(cluster.metric(engine, f"vllm:{metric}") for engine in cluster.prefills)
         for name, metric in names.items()
@@ -232,9 +228,9 @@ def measured(system: str, args: argparse.Namespace, console: Console) -> dict[st
             warm(cluster, cluster.front, args.output_tokens)
         else:
             asyncio.run(_once(cluster))
-        before = tokens_by_source(cluster)
+        before = prompt_tokens(cluster)
         got = asyncio.run(drive(cluster, load_of(args), args.seconds))
-        got.told |= {name: value - before[name] for name, value in tokens_by_source(cluster).items()}
+        got.told |= {name: value - before[name] for name, value in prompt_tokens(cluster).items()}
         console.print(
             f"{system}: {len(got.ttft_ms)} in {got.seconds:.0f} s: {per_second(got):.2f}/s, TTFT p50 "
             f"{median(got.ttft_ms) / 1000:.2f} s",
@@ -334,7 +330,7 @@ def cells_of(got: Measured) -> list[str]:
         f"{got.waiting:.1f}",
         f"{moved / GIB:.1f}",
         f"{back / GIB:.1f}",
-        f"{told['prompt'] - told['cached'] - told['brought']:,.0f} of {told['prompt']:,.0f}",
+        f"{told['computed']:,.0f} of {told['prompt']:,.0f}" if "computed" in told else "-",
     ]
 
 

@@ -73,7 +73,7 @@ def test_the_table_has_a_row_a_system_and_their_ratios(
     shape |= {"output_tokens": 5, "decode_tokens": 999, "prefill_tokens": 999}
     rows = []
     for system, seconds, ms in (("kvferry", 10.0, 100.0), ("nixl-cold", 20.0, 900.0)):
-        told = {"prompt": 400.0, "cached": 300.0, "brought": 0.0, "P e2e": 80.0}
+        told = {"prompt": 400.0, "computed": 100.0, "P e2e": 80.0}
         got = fleet.Measured(seconds, [], [0, 1, 2, 3], [2, 3, 4, 5], [ms] * 4, [3.0] * 4, told)
         rows.append(json.dumps({"system": system, "got": asdict(got), "shape": shape}))
     (tmp_path / "rows.json").write_text("\n".join(rows))
