@@ -55,7 +55,7 @@ class PrefillScheduler(SchedulerSide):
             return answer(tracked.found, computed)
         if not self._view.up:
             return 0, False
-        if self._may_fetch(tracked, computed):
+        if not tracked.hurried and self._may_fetch(tracked, computed):
             self._begin(tracked, waits=True)
             return None, False
         return self._held(tracked, request.num_prompt_tokens - 1, computed)
@@ -65,11 +65,16 @@ class PrefillScheduler(SchedulerSide):
         least = self._view.fetch_tokens
         if not least or len(self._waiting) >= MOST_WAITING or not self._session or self._too_long(tracked):
             return False
-        page, last = self.shape.page_size, tracked.request.num_prompt_tokens - 1  # that one is computed in any case
-        most = last // page * page
-        if most - computed < least:
+        most, page = self._most(tracked), self.shape.page_size
+        if most - computed < least or most - self._view.held_pages(tracked.chain.pages(most)) * page < least:
             return False
-        return most - self._view.held_pages(tracked.chain.pages(last)) * page >= least
+        tracked.hurried = least > 1 and not self._worth.is_enough(most - computed)
+        return not tracked.hurried
+
+    def _most(self, tracked: Tracked) -> int:
+        """Tokens that may be fetched of it; the last one is computed in any case."""
+        last, page = tracked.request.num_prompt_tokens - 1, self.shape.page_size
+        return last // page * page
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
@@ -82,6 +87,7 @@ class PrefillScheduler(SchedulerSide):
             self._begin(tracked, start, end, own)
         elif tracked.waits:
             tracked.waits = False
+            self._worth.waited(self._most(tracked) - tracked.held, brought=external > 0)
             if external:
                 tracked.loading = True
                 self._orders.append(Fill(request.request_id, start, end, self._blocks(blocks, 0, start), own))

@@ -15,6 +15,7 @@ from kvferry.connectors.orders import Forget, News, Order, Orders
 from kvferry.connectors.params import TransferParams
 from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain, Unnamed
 from kvferry.connectors.weights_epoch import WeightsEpoch
+from kvferry.connectors.worth import Worth
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Tracked:
     loading: bool = False  # the worker has been told to, and has not reported
     begun: bool = False  # prefill: the worker knows it
     held: int = 0  # prefill: tokens that the engine had itself when it last asked
+    hurried: bool = False  # prefill: it is not held up for what may be fetched, which is seldom any
     waits: bool = False  # prefill: it was begun before it has blocks, for what may be fetched
     saved: int = 0  # prefill: tokens that the worker was told of
     unsent: bool = False  # prefill: the worker has failed to send it, or will
@@ -151,6 +153,7 @@ class SchedulerSide:
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
         self._arriving: dict[str, bytes] = {}  # decode: page digests of the prompts that are being loaded
+        self._worth = Worth()  # prefill: waiting for what may be fetched
         self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []
 

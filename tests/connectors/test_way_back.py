@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
 from kvferry.connectors.scheduler_prefill import MOST_WAITING, PrefillScheduler
+from kvferry.connectors.worth import TRY_AGAIN, Worth
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
 
 TOKENS = 61
@@ -73,6 +74,37 @@ def test_where_nothing_has_come_the_engine_computes(tokens: int) -> None:
     request.num_computed_tokens = 0
     assert side.step({}, ("a",), lambda _: []).preempted == ("a",)
     assert side.matched(request, 16) == (0, False), "it is computed anew"
+
+
+def asked(side: PrefillScheduler, name: str, fetched: int | None) -> bool:
+    """Whether a new prompt is held up; then `fetched` of its tokens come."""
+    request = Request(name, TOKENS, TO_PREFILL)
+    side.new_request(request)
+    answers = [side.matched(request, 0) for _ in range(3)]
+    assert answers in ([(None, False)] * 3, [(0, False)] * 3), "as it was decided, so it stays"
+    if answers[0][0] is None and fetched is not None:
+        side.hear(News(found={name: fetched}))
+        matched, _ = side.matched(request, 0)
+        side.allocated(request, blocks(TOKENS), matched or 0)
+    return answers[0][0] is None
+
+
+def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
+    side = prefill(Daemon(fetch_tokens=16))
+    held_up = [asked(side, f"{number}", fetched=0) for number in range(3 * TRY_AGAIN)]
+    assert held_up[0] and held_up.count(True) == 3 and side.counts.waits == 3
+    assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(4))
+    forced = prefill(Daemon(fetch_tokens=1))  # --way-back always
+    assert all(asked(forced, f"{number}", fetched=0) for number in range(4))
+
+
+def test_a_prompt_that_lacks_much_more_is_worth_a_wait() -> None:
+    worth = Worth()
+    assert worth.is_enough(300)
+    worth.waited(300, brought=False)
+    assert not worth.is_enough(300) and not worth.is_enough(599) and worth.is_enough(600)
+    worth.waited(600, brought=True)
+    assert worth.is_enough(300) and not worth.is_enough(299)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +214,9 @@ def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) ->
         side.finished(requests[0], [])
     else:
         if how == "allocated":
-            side.hear(News(found={"r0": 0}))
+            side.hear(News(found={"r0": 40}))
         else:
             side.reset(emptied=True)
-        side.allocated(requests[0], blocks(TOKENS), 0)
+        side.allocated(requests[0], blocks(TOKENS), 40 if how == "allocated" else 0)
     assert side.matched(requests[-1], 0) == (None, False)
     assert side.matched(requests[-2], 0) == (0, False)
