@@ -89,6 +89,7 @@ class WorkerSide:
             wait_for(self._sessions.open(seconds), self._loop, seconds + STOP_SECONDS)
         except (HandshakeFailed, TimeoutError) as error:
             self.close()
+            _log.error("this engine does not start: %s", error)  # found without reading the engine's traceback
             raise DaemonRefused(f"the session with the daemon: {error}") from error
 
     def take(self, orders: Orders) -> None:

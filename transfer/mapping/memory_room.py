@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+MOST_FOR_OTHERS = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +21,26 @@ class MemoryRoom:
         return f"{wanted} bytes are wanted, {self.name} leaves {self.nbytes}" if wanted > self.nbytes else ""
 
 
-def available() -> int | None:
-    """MemAvailable of /proc/meminfo; None where the system does not say."""
+def of_the_machine() -> MemoryRoom | None:
+    """The machine's memory, of which some stays with whoever else runs there: an eighth, 2 GiB at most. None where the
+    system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
+    found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if value}
+    if "MemAvailable" not in found:
+        return None
+    others = min(MOST_FOR_OTHERS, found.get("MemTotal", 0) // 8)
+    name = f"MemAvailable of /proc/meminfo, less {others} for others,"
+    return MemoryRoom(name, max(0, found["MemAvailable"] - others))
 
 
 def rooms() -> Iterator[MemoryRoom]:
     """The machine's memory, and that of each cgroup (v2, or the one that v1 names) in which this process is; what the
     system does not say is left out."""
-    if (nbytes := available()) is not None:
-        yield MemoryRoom("MemAvailable of /proc/meminfo", nbytes)
+    if (machine := of_the_machine()) is not None:
+        yield machine
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -105,7 +105,7 @@ def test_an_unknown_prefill_daemon_and_other_tokens_fail_the_load(pair: Pair) ->
     sent(pair.sides["prefill"], "b")
 
 
-def test_an_engine_of_other_facts_is_refused_by_name(pair: Pair) -> None:
+def test_an_engine_of_other_facts_is_refused_by_name(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     for change, message in (
         ({"root_digest": bytes(32)}, "root_digest is .* give the digest chains of both engines the same root"),
         (
@@ -116,8 +116,9 @@ def test_an_engine_of_other_facts_is_refused_by_name(pair: Pair) -> None:
     ):
         fields = {name: getattr(FACTS, name) for name in FACTS.__slots__}
         side = pair.side("decode", NamespaceFacts(**{**fields, **change}))
-        with pytest.raises(DaemonRefused, match=message):
+        with pytest.raises(DaemonRefused, match=message) as refused:
             side.start()
+        assert f"this engine does not start: {refused.value.__cause__}" in caplog.messages
 
 
 def test_daemons_that_die_fail_what_runs_and_serve_again_when_they_are_back(pair: Pair) -> None:

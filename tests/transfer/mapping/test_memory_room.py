@@ -10,7 +10,8 @@ import pytest
 from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
 
-MACHINE = 10_000
+MACHINE, OTHERS = 10_000, 1_000  # kB that are free for this process, and that stay with others
+NAME = f"MemAvailable of /proc/meminfo, less {OTHERS * 1024} for others,"
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -25,7 +26,7 @@ class Machine:
 
         def read_text(path: Path, *words: str) -> str:
             if str(path) == "/proc/meminfo":
-                return f"MemTotal: 99 kB\nMemAvailable:  {MACHINE} kB\nBuffers: 7 kB\n"
+                return f"MemTotal: {8 * OTHERS} kB\nMemAvailable:  {MACHINE + OTHERS} kB\nBuffers: 7 kB\nHugePages: 0\n"
             if str(path) != "/proc/self/cgroup":
                 return read(path, *words)
             if self.within is None:
@@ -46,7 +47,7 @@ class Machine:
     def left(self) -> dict[str, int]:
         """By the file that says the limit."""
         first, *others = memory_room.rooms()
-        assert first == MemoryRoom("MemAvailable of /proc/meminfo", MACHINE * 1024)
+        assert first == MemoryRoom(NAME, MACHINE * 1024)
         return {room.name.removeprefix(f"{self.root}/"): room.nbytes for room in others}
 
 
@@ -93,12 +94,13 @@ def test_what_cannot_be_read_bounds_nothing(machine: Machine) -> None:
     machine.add("some", V2, "many", 1000, 0)
     assert machine.left() == {}
     assert memory_room.lacks(MACHINE * 1024) == ""
-    assert memory_room.lacks(MACHINE * 1024 + 1).endswith(f"MemAvailable of /proc/meminfo leaves {MACHINE * 1024}")
+    assert memory_room.lacks(MACHINE * 1024 + 1).endswith(f"{NAME} leaves {MACHINE * 1024}")
 
 
 def test_of_this_machine_something_is_told() -> None:
     assert all(room.nbytes >= 0 for room in memory_room.rooms())
-    assert memory_room.available()
+    room = memory_room.of_the_machine()
+    assert room is not None and room.nbytes > 0
 
 
 def test_what_the_system_does_not_say_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
