@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # On a machine with several NVIDIA GPUs and a vLLM that was packed for it (packed_vllm.sh): a prefill engine on each GPU but the last, which
 # has decode's; bench/vllm/fleet.py says what is measured.
-#   bash bench/gpu/fleet.sh OUTPUT_FOLDER [more of fleet.py's flags]     SYSTEMS="nixl-cold nixl kvferry kvferry-back", DEVICES=cuda:0,cuda:1,...
+#   bash bench/gpu/fleet.sh [OUTPUT_FOLDER] [more of fleet.py's flags]   build/gpu; SYSTEMS="nixl-cold nixl kvferry kvferry-back",
+#     DEVICES=cuda:0,cuda:1,..., SYSTEM_SECONDS=1500: a system that takes longer is ended, and has no row
+# Without that pack, in an environment with vLLM 0.26 and kvferry, on GPUs of 80 GB (the defaults are for 141 GB):
+#   VLLM_PYTHON=$(which python) VLLM_MODEL=FOLDER VLLM_DEVICES=cuda:0,cuda:1,cuda:2,cuda:3 python bench/vllm/fleet.py run \
+#     --output build/fleet.json --prefixes 4 --at-once 44 --decode-tokens 425984 --prefill-tokens 425984
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
-OUT_DIR=$1
-shift
+OUT_DIR=${1:-build/gpu}
+shift || true
 source bench/gpu/build.sh
 source bench/gpu/packed_vllm.sh
 gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | sed 's/^/cuda:/' | paste -sd,)
@@ -22,7 +26,7 @@ else
   room=(--decode-tokens 425984 --prefill-tokens 425984 --prefixes 4 --at-once 44)
 fi
 for system in ${SYSTEMS:-nixl-cold nixl kvferry kvferry-back}; do
-  timeout "${SYSTEM_SECONDS:-600}" $PYTHON bench/vllm/fleet.py run --systems "$system" --prefills "$prefills" "${room[@]}" "$@" \
+  timeout "${SYSTEM_SECONDS:-1500}" $PYTHON bench/vllm/fleet.py run --systems "$system" --prefills "$prefills" "${room[@]}" "$@" \
     --output "$OUT_DIR/fleet.json" 2>&1 | tail -40
 done
 $PYTHON bench/vllm/fleet.py table "$OUT_DIR/fleet.json" --output "$OUT_DIR/gpu_fleet.txt"

@@ -1,13 +1,14 @@
 """One session between daemons of several ranks: a prompt's pages from the GPUs of one to those of the other.
 
-    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
+    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
 
 In P:D the prefill daemon has the first P of the devices and the decode daemon the last D. This process is both workers:
 it fills pages on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
 `ready` is the time from the report that all pages are computed to decode's Ready, `messages` what the same takes where
-no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links: plain copies of as
-many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run. All
-GPUs compute until the report. Without GPUs: --devices cpu, and as many ranks in host memory.
+no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links, `plain`: copies of as
+many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run;
+`of links` is the share of it that `moved` has. All GPUs compute until the report. Without GPUs: --devices cpu, and as
+many ranks in host memory. It needs a kvferry that can be imported: installed, or as bench/gpu/build.sh lays it out.
 """
 
 from __future__ import annotations

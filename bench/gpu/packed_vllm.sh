@@ -1,6 +1,8 @@
 # Sourced in the repository's root behind build.sh, on a GPU machine without a package index: a vLLM that was packed for
 # it, in the place of an environment of bench/vllm/venv.sh. PACK, build/vllm-pack: parts/*.tar.xz of its site-packages,
-# unpack.sh PARTS SITE, llama_shape.py FOLDER (a model's folder without weights), cache-llama8b.tar.xz (compile caches).
+# unpack.sh PARTS SITE, llama_shape.py FOLDER (a model's folder without weights), cache-llama8b.tar.xz (compile caches, the
+# folder vc-p). What makes the pack is not in this repository. In an environment with vLLM and kvferry no pack is needed:
+# call the scripts of bench/vllm there, with VLLM_PYTHON and VLLM_MODEL.
 PACK=${PACK:-build/vllm-pack}
 if [ ! -d "$HOME/site/vllm" ]; then
   bash "$PACK/unpack.sh" "$PACK/parts" "$HOME/site" >/dev/null
