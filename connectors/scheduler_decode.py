@@ -40,18 +40,34 @@ class DecodeScheduler(SchedulerSide):
 
     def _arrives_anyway(self, tracked: Tracked, computed: int) -> bool:
         """Whether half of what it lacks is on its way for another request, behind which the engine has it: loaded for
-        each it would take their blocks, too. That one was first, and ends by its deadline at the latest."""
+        each it would take their blocks, too. That one may not be computed before what prefill has of this one is sent:
+        it is waited for no longer than half of a deadline. Behind one that has brought nothing no further one is waited
+        for, nor is one that the engine would ask for later."""
         page = self.shape.page_size
         pages = -(-(computed + tracked.request.num_prompt_tokens) // (2 * page))
         if not self.shares_blocks or pages * page - computed < WORTH_JOINING:
             return False
         last = tracked.chain.digest(pages - 1)  # it names all before it, too
         at = (pages - 1) * DIGEST_BYTES
-        if not last or all(digests[at : at + DIGEST_BYTES] != last for digests in self._arriving.values()):
+        most = tracked.request.priority
+        first = next(
+            (
+                name
+                for name, digests in self._arriving.items()
+                if digests[at : at + DIGEST_BYTES] == last and self._tracked[name].request.priority <= most
+            ),
+            "",
+        )
+        if not last or not first:
             return False
-        self.counts.joins += not tracked.joined
-        tracked.joined = True
-        return True
+        if tracked.behind not in self._arriving:
+            if tracked.behind and computed <= tracked.held:
+                return False
+            self.counts.joins += not tracked.behind
+            tracked.behind, tracked.held = first, computed
+        now = self.now()
+        tracked.until = tracked.until or now + self.put_off_seconds
+        return now < tracked.until
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)

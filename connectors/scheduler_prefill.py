@@ -66,9 +66,12 @@ class PrefillScheduler(SchedulerSide):
         if not least or len(self._waiting) >= MOST_WAITING or not self._session or self._too_long(tracked):
             return False
         most, page = self._most(tracked), self.shape.page_size
-        if most - computed < least or most - self._view.held_pages(tracked.chain.pages(most)) * page < least:
+        if most - computed < least:
             return False
-        tracked.hurried = least > 1 and not self._worth.is_enough(most - computed)
+        tracked.near = self._view.held_pages(tracked.chain.pages(most)) * page
+        if most - tracked.near < least:
+            return False
+        tracked.hurried = least > 1 and not self._worth.is_enough(most - max(computed, tracked.near))
         return not tracked.hurried
 
     def _most(self, tracked: Tracked) -> int:
@@ -87,7 +90,9 @@ class PrefillScheduler(SchedulerSide):
             self._begin(tracked, start, end, own)
         elif tracked.waits:
             tracked.waits = False
-            self._worth.waited(self._most(tracked) - tracked.held, brought=external > 0)
+            if tracked.found != UNKNOWN:  # what the daemon had itself was not fetched
+                lacking = self._most(tracked) - max(tracked.held, tracked.near)
+                self._worth.waited(lacking, brought=external > 0 and tracked.found > tracked.near)
             if external:
                 tracked.loading = True
                 self._orders.append(Fill(request.request_id, start, end, self._blocks(blocks, 0, start), own))

@@ -7,6 +7,7 @@ by then is computed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,7 @@ class EngineRequest(Protocol):
     """The part of vLLM's Request that is read here."""
 
     request_id: str
+    priority: int
     num_computed_tokens: int
     num_in_flight_tokens: int
 
@@ -98,14 +100,16 @@ class Tracked:
     settled: bool = False  # nothing more is fetched for it
     loading: bool = False  # the worker has been told to, and has not reported
     begun: bool = False  # prefill: the worker knows it
-    held: int = 0  # prefill: tokens that the engine had itself when it last asked
+    held: int = 0  # tokens that the engine had itself when it last asked; decode: when its load was put off
+    near: int = 0  # prefill: tokens that the daemon had itself when the prompt was begun for what may be fetched
     hurried: bool = False  # prefill: it is not held up for what may be fetched, which is seldom any
     waits: bool = False  # prefill: it was begun before it has blocks, for what may be fetched
     saved: int = 0  # prefill: tokens that the worker was told of
     unsent: bool = False  # prefill: the worker has failed to send it, or will
     storing: bool = False
     since: int = -1  # tokens that it had when it was first computed, where another connector may have loaded them
-    joined: bool = False  # decode: its load was put off for another's
+    behind: str = ""  # decode: the request for whose load its own was put off
+    until: float = 0.0  # and by when it is loaded in any case; 0: it was not
     alone: bool = False  # nothing of it is fetched or kept: what its pages are named is not known
     elsewhere: bool = False  # another connector loads into its blocks, and reports it
     bad: bool = False  # its load has not ended well, on some rank
@@ -150,6 +154,8 @@ class SchedulerSide:
         self._looks_ahead = looks_ahead  # a token's KV is also of the token behind it
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self.shares_blocks = True  # the engine finds blocks that another request has filled
+        self.put_off_seconds = 15.0  # that a load may be put off for others
+        self.now: Callable[[], float] = time.monotonic
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
         self._arriving: dict[str, bytes] = {}  # decode: page digests of the prompts that are being loaded

@@ -31,6 +31,7 @@ class Request:
     trace_headers: dict[str, str] | None = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -70,3 +70,52 @@ def test_nothing_is_put_off_where_the_engine_would_not_find_it() -> None:
     second = Request("b", LONG, TO_DECODE)
     side.new_request(second)
     assert side.matched(second, 0) == (LONG, True)
+
+
+def test_loads_that_fail_one_after_the_other_are_not_waited_for_one_after_the_other() -> None:
+    side, _ = loading()
+    late = [Request(name, LONG + 40, TO_DECODE) for name in ("b", "c", "d")]
+    for request in late:
+        side.new_request(request)
+        assert side.matched(request, 0) == (None, False)
+    side.hear(News(bad=frozenset("a")))
+    side.received(["a"])
+    for request in late:
+        assert side.matched(request, 0) == (LONG + 40, True)
+        side.allocated(request, blocks(LONG + 40), LONG + 40)
+    assert (side.counts.joins, side.counts.loads) == (3, 4)
+
+
+def test_behind_a_load_that_brought_something_another_one_is_waited_for() -> None:
+    side, _ = loading()
+    second, third = (Request(name, 2 * LONG, TO_DECODE) for name in ("b", "c"))
+    for request in (second, third):
+        side.new_request(request)
+    assert side.matched(third, 0) == (None, False)
+    side.received(["a"])
+    assert side.matched(second, LONG) == (LONG, True)
+    side.allocated(second, blocks(2 * LONG), LONG)
+    assert side.matched(third, LONG) == (None, False)
+    side.received(["b"])
+    assert side.matched(third, 2 * LONG - BLOCK) == (BLOCK, True) and side.counts.joins == 1
+
+
+def test_a_prompt_does_not_wait_for_one_of_less_weight() -> None:
+    side, first = loading()
+    first.priority = 1  # as vLLM's, the greater the later
+    for name, priority, put_off in (("sooner", 0, False), ("alike", 1, True), ("later", 2, True)):
+        request = Request(name, LONG, TO_DECODE, priority=priority)
+        side.new_request(request)
+        assert side.matched(request, 0) == ((None, False) if put_off else (LONG, True))
+
+
+def test_a_load_is_put_off_for_half_of_a_deadline_at_most() -> None:
+    """Prefill may have no room to compute the first one while it keeps what it has of those behind it."""
+    side, _ = loading()
+    clock, second = [100.0], Request("b", LONG + 40, TO_DECODE)
+    side.now, side.put_off_seconds = lambda: clock[0], 2.0
+    side.new_request(second)
+    for clock[0] in (100.0, 101.9):
+        assert side.matched(second, 0) == (None, False)
+    clock[0] = 102.0
+    assert side.matched(second, 0) == (LONG + 40, True)
