@@ -13,6 +13,7 @@ first request comes: the scheduler's half decides (`scheduler_side`), the worker
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -133,6 +134,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._scheduler.shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
             self._scheduler.put_off_seconds = self._settings.deadline_seconds / 2
+            self._scheduler.now = time.monotonic
 
     # -- the scheduler's half --------------------------------------------------------------------------------------
 
