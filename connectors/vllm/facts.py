@@ -54,6 +54,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> int:
             "prefix caching is off, and without it vLLM may name images by numbers that other images have elsewhere: "
             "start vLLM with --enable-prefix-caching"
         )
+    _check_policy(vllm_config)
     if vllm_config.device_config.device_type not in DEVICES:
         raise Unfit(
             f"the device is {vllm_config.device_config.device_type!r}; the connector copies memory of the host and of "
@@ -67,6 +68,17 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> int:
             "under a copy; start vLLM with --distributed-executor-backend uni, or without --enable-sleep-mode"
         )
     return int(kinds[0].spec.block_size)
+
+
+def _check_policy(vllm_config: Any) -> None:
+    """With priorities vLLM (seen in 0.26) may preempt a request that it has given blocks in the same step: they are
+    never computed, and its prefix cache finds them all the same."""
+    policy = getattr(getattr(vllm_config, "scheduler_config", None), "policy", "fcfs")
+    if policy == "priority" and vllm_config.cache_config.enable_prefix_caching:
+        raise Unfit(
+            "scheduling_policy is 'priority', with which vLLM's prefix cache may have blocks that nobody computed: "
+            "start vLLM with --no-enable-prefix-caching, or with --scheduling-policy fcfs"
+        )
 
 
 def dp_of(vllm_config: Any) -> tuple[int, int]:

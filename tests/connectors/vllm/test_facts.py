@@ -61,6 +61,7 @@ class Engine:
     device: str = "cpu"
     sleeps: bool = False
     backend: str = "mp"
+    policy: str = "fcfs"
     specs: tuple[FullAttentionSpec, ...] = (FullAttentionSpec(),)
 
     @property
@@ -71,6 +72,7 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=self.caching),
             model_config=SimpleNamespace(is_multimodal_model=self.images, enable_sleep_mode=self.sleeps),
             device_config=SimpleNamespace(device_type=self.device),
+            scheduler_config=SimpleNamespace(policy=self.policy),
         )
 
     @property
@@ -80,7 +82,7 @@ class Engine:
 
 
 def test_an_engine_that_fits() -> None:
-    for engine in (Engine(), Engine(sleeps=True, backend="uni")):
+    for engine in (Engine(), Engine(sleeps=True, backend="uni"), Engine(policy="priority", caching=False)):
         assert check_config(engine.vllm, engine.kv) == BLOCK
 
 
@@ -92,6 +94,7 @@ def test_an_engine_that_fits() -> None:
         (Engine(parallel={"prefill_context_parallel_size": 2}), "prefill_context_parallel_size is 2; .*: set it to 1"),
         (Engine(caching=False, images=True), "prefix caching is off, .* --enable-prefix-caching"),
         (Engine(sleeps=True), "sleep mode is on, .* is 'mp': .* --distributed-executor-backend uni, or without"),
+        (Engine(policy="priority"), "scheduling_policy is 'priority', .* --no-enable-prefix-caching, or with .* fcfs"),
         (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),
         (
             Engine(specs=(FullAttentionSpec(), SlidingWindowSpec())),
