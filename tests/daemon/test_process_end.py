@@ -78,7 +78,8 @@ def test_a_stderr_that_nobody_reads_does_not_keep_the_process(tmp_path: Path) ->
             assert process.wait(timeout=60) == 1
         finally:
             process.kill()
-    assert len(reclaim_stale(str(tmp_path))) == 1
+    left = reclaim_stale(str(tmp_path))  # others, too, where it was ended in the middle of something
+    assert any(name.endswith("-lock") for name in left)
 
 
 STANDING_STILL = """
