@@ -8,6 +8,7 @@ had begun before, which may still use them, is computed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -22,6 +23,8 @@ from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import UNWANTED, DaemonRequest, EngineStep, Push, run_whole
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
+
+_log = logging.getLogger(__name__)
 
 
 class BlockRequests:
@@ -67,7 +70,9 @@ class BlockRequests:
             return await client.ready(order.name)
         finally:
             telling.cancel()  # from Ready on the daemon reads nothing, nor does it want to hear of it
-            await asyncio.gather(telling, return_exceptions=True)
+            (told,) = await asyncio.gather(telling, return_exceptions=True)
+            if isinstance(told, Exception):  # then nothing of it went back
+                _log.warning("request %s: what it holds was not told: %r", order.request, told)
 
     async def _tell_held(self, client: DaemonClient, order: Load, step: EngineStep) -> None:
         await step.over.wait()

@@ -71,7 +71,7 @@ class PrefillScheduler(SchedulerSide):
         tracked.near = self._view.held_pages(tracked.chain.pages(most)) * page
         if most - tracked.near < least:
             return False
-        tracked.hurried = least > 1 and not self._worth.is_enough(most - max(computed, tracked.near))
+        tracked.hurried = least > 1 and not self._worth.hold_up(most - max(computed, tracked.near))
         return not tracked.hurried
 
     def _most(self, tracked: Tracked) -> int:

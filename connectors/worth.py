@@ -13,7 +13,8 @@ class Worth:
         self._least = 0
         self._passed = 0  # prompts, since `_least` changed
 
-    def is_enough(self, lacking: int) -> bool:
+    def hold_up(self, lacking: int) -> bool:
+        """Decides on a prompt that lacks so many tokens; one that is not held up is counted."""
         if lacking >= self._least:
             return True
         self._passed += 1

@@ -23,6 +23,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_address, size
 from kvferry.daemon.memory.capacity import SHM_REMEDY, in_memory, in_shm, lacks_on_gpus, shared_memory
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
+from kvferry.daemon.peers.handshake import has_way_back
 from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
 from kvferry.daemon.socket_file import MAX_PATH_BYTES
 from kvferry.frames import SUFFIX
@@ -68,7 +69,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
 
 def _slot_bytes(config: DaemonConfig) -> int:
     """Slots of a session: each direction has its own."""
-    directions = 1 if config.way_back == "off" else 2
+    directions = 2 if any(has_way_back(config, role) for role in config.roles) else 1
     return config.slots * config.slot_bytes * directions
 
 

@@ -117,11 +117,11 @@ def test_a_daemon_that_fell_silent_says_nothing_of_what_is_worth_a_wait() -> Non
 
 def test_a_prompt_that_lacks_much_more_is_worth_a_wait() -> None:
     worth = Worth()
-    assert worth.is_enough(300)
+    assert worth.hold_up(300)
     worth.waited(300, brought=False)
-    assert not worth.is_enough(300) and not worth.is_enough(599) and worth.is_enough(600)
+    assert not worth.hold_up(300) and not worth.hold_up(599) and worth.hold_up(600)
     worth.waited(600, brought=True)
-    assert worth.is_enough(300) and not worth.is_enough(299)
+    assert worth.hold_up(300) and not worth.hold_up(299)
 
 
 @pytest.mark.parametrize(
