@@ -71,8 +71,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _check_policy(vllm_config: Any) -> None:
-    """Unfit: vLLM (seen in 0.26) may, with priorities, preempt a request that it has given blocks in the same step: they
-    are never computed, and its prefix cache finds them all the same."""
+    """Unfit: vLLM (seen in 0.26) may, with priorities, preempt a request that it has given blocks in the same step:
+    they are never computed, and its prefix cache finds them all the same."""
     policy = getattr(getattr(vllm_config, "scheduler_config", None), "policy", "fcfs")
     if policy == "priority" and vllm_config.cache_config.enable_prefix_caching:
         raise Unfit(
