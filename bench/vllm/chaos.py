@@ -14,10 +14,11 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
-from cluster import Cluster, Spec, machine, ranks_of
+from cluster import Cluster, Log, Spec, ranks_of
 from compare import done_by
 
 from kvferry.proto import cache_pb2
@@ -177,24 +178,20 @@ def main() -> int:
     )
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
-    ranks = ranks_of(args.ranks)
+    log, ranks = Log(Path(args.output) if args.output else None), ranks_of(args.ranks)
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
         wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
     spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks, pool=args.pool)
     with Cluster(spec) as cluster:
         cluster.kvferry()
-        lines, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
+        told, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
+        log.add(*told)
         for number in range(args.rank_kills):
             cluster.kill_rank(name := ("decode", "prefill")[number % 2])
             told, more = run_on(cluster, asked, wanted, args.aborts // 10, 0, args.clients, args.max_tokens)
-            lines += [f"a rank's process of {name} killed, the engine started anew:", *told]
+            log.add(f"a rank's process of {name} killed, the engine started anew:", *told)
             failed += more
-    lines.insert(0, f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
-    print("\n".join(lines))
-    if args.output:
-        with open(args.output, "w") as file:
-            file.write("\n".join(lines) + "\n")
     return 1 if failed else 0
 
 
