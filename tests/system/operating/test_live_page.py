@@ -88,6 +88,8 @@ def test_it_shows_what_moves(stack: Stack, tmp_path: Path) -> None:
             held = pages_by_state(page, "decode-0", "device")
             assert held["cached"] > 100 and page.query_selector('[id="decode-0/decode/hits"] path.hits')
             assert float(number(page, "decode-0", "hit rate").split()[0]) > 40
+            rates = page.query_selector_all("section[data-role] .sessions tr[data-peer] td:nth-child(3)")
+            assert len(rates) == 2 and all(not rate.text_content().startswith("0 ") for rate in rates)
             assert "MiB" in number(page, "decode-0", "saved") or "KiB" in number(page, "decode-0", "saved")
         picture = page.screenshot(path=str(tmp_path / "live.png"))
         assert len(picture) > 20_000
