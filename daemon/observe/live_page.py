@@ -1,8 +1,8 @@
 """The live page: one HTML file, and what it asks for every few seconds. Shell.
 
-It costs nothing while nobody looks: a view is made when a page asks, at most once in VIEW_SECONDS however many do, and
-the trees are looked at less often. OtherDaemon daemons are asked for their statistics over gRPC, over channels that are
-closed once nobody looks any more.
+It costs nothing while nobody looks: a view is made when a page asks, at most once in VIEW_SECONDS however many do, one
+of many daemons less often, and the trees are looked at less often. Other daemons are asked for their statistics over
+gRPC, over channels that are closed once nobody looks any more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ import grpc
 import grpc.aio
 
 from kvferry.channels import ChannelError
-from kvferry.daemon.observe.live_view import PageView, TreeView, daemon_view, requests_of, tree_of, unknown
+from kvferry.daemon.observe.live_view import (
+    PEERS_OF_OTHERS,
+    PageView,
+    TreeView,
+    daemon_view,
+    requests_of,
+    tree_of,
+    unknown,
+)
 from kvferry.daemon.observe.stats import Snapshots
 from kvferry.daemon.peers.dialing import Dial
 from kvferry.daemon.sides.decode import DecodeSide
@@ -37,7 +45,8 @@ if TYPE_CHECKING:
 
 PAGE_PATH, DATA_PATH = "/ui", "/ui/data"
 VIEWERS_AT_ONCE = 2  # of the metrics' threads: scrapers have the others
-VIEW_SECONDS = 1.0  # that a view is shown again
+VIEW_SECONDS = 1.0  # that a view is shown again, and where it has many daemons
+SECONDS_A_DAEMON = 0.125  # for each of them: to ask one and to write down what it says takes up to a millisecond
 TREE_SECONDS = 10.0  # that what was seen of the trees is
 ASK_SECONDS = 1.0  # for another daemon's statistics
 MADE_SECONDS = 4.0  # for a view, on the event loop
@@ -86,7 +95,7 @@ class LivePage:
         self._serving = threading.BoundedSemaphore(VIEWERS_AT_ONCE)
         self._making = threading.Lock()  # over the two below
         self._made = b""
-        self._made_at = -VIEW_SECONDS
+        self._stale_at = 0.0
         self._trees: dict[str, TreeView] = {}  # this and all below: the event loop's
         self._trees_at = -TREE_SECONDS
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -120,16 +129,16 @@ class LivePage:
         return [made]
 
     def _view(self) -> bytes:
-        """The view as JSON; all who ask within VIEW_SECONDS get the same."""
+        """The view as JSON; all who ask before it is stale get the same."""
         with self._making:
-            if time.monotonic() - self._made_at >= VIEW_SECONDS:
+            if time.monotonic() >= self._stale_at:
                 future = asyncio.run_coroutine_threadsafe(self._make(), self._loop)
                 try:
                     view = future.result(MADE_SECONDS)
                 finally:
                     future.cancel()
                 self._made = json.dumps(dataclasses.asdict(view), separators=(",", ":")).encode()
-                self._made_at = time.monotonic()
+                self._stale_at = time.monotonic() + max(VIEW_SECONDS, SECONDS_A_DAEMON * len(view.daemons))
             return self._made
 
     # -- on the event loop ---------------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ class LivePage:
         self._keep({other.address for other in others})
         told = await asyncio.gather(*map(self._ask, others))
         views = [
-            daemon_view(each) if isinstance(each, wire.StatsReply) else unknown(other.name, each)
+            daemon_view(each, peers=PEERS_OF_OTHERS) if isinstance(each, wire.StatsReply) else unknown(other.name, each)
             for other, each in zip(others, told, strict=True)
         ]
         return PageView(now, [own, *views])

@@ -20,7 +20,9 @@ STATES = ("free", "cached", "leased", "arriving", "spilling", "restoring", "orph
 SHOWN_REQUESTS = 50  # of a side, the oldest
 SHOWN_PREFIXES = 40  # of a side, those with most pages
 LOOKED_AT = 2000  # nodes of a side's trees, among which the largest are found
-SHOWN_PEERS = 64  # of a side
+SHOWN_PEERS = 64  # of a side of the daemon that is asked
+PEERS_OF_OTHERS = 16  # of a side of another: with all of them a view still fits a connection's buffer
+SHOWN_CHARACTERS = 80  # of a session's error
 SHOWN_DIGITS = 12  # of a digest or an id
 
 
@@ -87,7 +89,6 @@ class RoleView:
     delta_bytes: int
     ready_p50_ms: float
     ready_p99_ms: float
-    stages: dict[str, float]  # mean milliseconds
     sessions: list[SessionView]
     requests: list[RequestView]  # of the daemon that is asked alone
     tree: TreeView
@@ -119,6 +120,7 @@ def daemon_view(
     reply: wire.StatsReply,
     requests: Mapping[str, list[RequestView]] | None = None,
     trees: Mapping[str, TreeView] | None = None,
+    peers: int = SHOWN_PEERS,
 ) -> ShownDaemon:
     """A daemon by its statistics; requests and trees by role, where they are known."""
     return ShownDaemon(
@@ -127,11 +129,13 @@ def daemon_view(
         uptime_seconds=reply.uptime_seconds,
         error="",
         stalled=list(reply.stalled),
-        roles=[_role(side, requests or {}, trees or {}) for side in reply.sides],
+        roles=[_role(side, requests or {}, trees or {}, peers) for side in reply.sides],
     )
 
 
-def _role(side: wire.SideStats, requests: Mapping[str, list[RequestView]], trees: Mapping[str, TreeView]) -> RoleView:
+def _role(
+    side: wire.SideStats, requests: Mapping[str, list[RequestView]], trees: Mapping[str, TreeView], peers: int
+) -> RoleView:
     role = common.Role.Name(side.role).removeprefix("ROLE_").lower()
     asked = side.requests
     return RoleView(
@@ -149,8 +153,7 @@ def _role(side: wire.SideStats, requests: Mapping[str, list[RequestView]], trees
         delta_bytes=side.transfers.delta_bytes,
         ready_p50_ms=side.admit_to_ready.p50_ms,
         ready_p99_ms=side.admit_to_ready.p99_ms,
-        stages={stage.stage: stage.mean_ms for stage in side.admit_to_ready.stages},
-        sessions=[_session(each) for each in side.peers[:SHOWN_PEERS]],
+        sessions=[_session(each) for each in side.peers[:peers]],
         requests=requests.get(role, []),
         tree=trees.get(role, TreeView(nodes=side.pool.tree_nodes)),
     )
@@ -168,7 +171,7 @@ def _session(each: wire.PeerStats) -> SessionView:
         free_credits=each.free_credits,
         busy_slots=each.busy_slots,
         moved_bytes=each.moved_bytes,
-        error=each.error,
+        error=each.error[:SHOWN_CHARACTERS],
     )
 
 

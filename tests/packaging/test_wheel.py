@@ -73,6 +73,7 @@ def test_contents(built: tuple[Path, set[str]]) -> None:
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith(".dist-info/METADATA"))
     assert wanted <= names, f"not in the wheel: {sorted(wanted - names)}"
     assert {"kvferry/py.typed", "kvferry/_core.pyi", "kvferry/proto/peer.proto"} <= names
+    assert [name for name in names if name.endswith(".html")] == ["kvferry/daemon/observe/live_page.html"]
     assert "kvferry/_core" + sysconfig.get_config_var("EXT_SUFFIX") in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvferry"}

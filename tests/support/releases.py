@@ -16,7 +16,9 @@ from kvferry.daemon.cli.stack import Process
 from tests.support.devices import DeviceStack
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLE = "KVFERRY_LAST_RELEASE"  # the interpreter of an installation, in the place of one that is made of a tag
+# The interpreter of an installation, in the place of one that is made of a tag. Daemons refuse a variable that begins
+# like their settings and is none.
+VARIABLE = "TEST_LAST_RELEASE"
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,17 @@ class MixedStack(DeviceStack):
 
 
 def last_release(folder: Path) -> Path:
-    """The interpreter of an installation of the last release: of the newest tag, and while there is none, of this
-    commit as v0.1.0 in a clone. It borrows its dependencies from the environment of the tests."""
+    """The interpreter of an installation of the last release: of the newest tag before this commit, and while there is
+    none, of this commit as v0.1.0 in a clone. It borrows its dependencies from the environment of the tests."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     repository = ROOT
-    tags = run("git", "-C", ROOT, "tag", "--list", "v*", "--sort=-version:refname", "--merged", "HEAD").split()
+    before = ("--merged", "HEAD", "--no-contains", "HEAD")  # a commit with a tag is not judged by itself
+    tags = run("git", "-C", ROOT, "tag", "--list", "v*", "--sort=-version:refname", *before).split()
     if not tags:
         repository = folder / "clone"
         run("git", "clone", "-q", "--shared", ROOT, repository)
-        run("git", "-C", repository, "tag", "v0.1.0")
+        run("git", "-C", repository, "tag", "--force", "v0.1.0")  # there, too, where this commit has it
         tags = ["v0.1.0"]
     release = release_of(repository, tags[0])
     return _installed(repository, release, folder)

@@ -18,8 +18,19 @@ import pytest
 
 from kvferry.daemon.observe import live_page
 from kvferry.daemon.observe.live_page import MAX_DAEMONS, LivePage, OtherDaemon, others_of
-from kvferry.daemon.observe.live_view import SHOWN_DIGITS, daemon_view
-from kvferry.daemon.observe.metrics_server import MetricsServer
+from kvferry.daemon.observe.live_view import (
+    PEERS_OF_OTHERS,
+    SHOWN_DIGITS,
+    SHOWN_PEERS,
+    SHOWN_PREFIXES,
+    SHOWN_REQUESTS,
+    PageView,
+    PrefixView,
+    RequestView,
+    TreeView,
+    daemon_view,
+)
+from kvferry.daemon.observe.metrics_server import SEND_BUFFER, MetricsServer
 from kvferry.daemon.observe.stats import Snapshots
 from kvferry.daemon.peers.dialing import dial_plainly
 from kvferry.daemon.services.cache import CacheService
@@ -73,6 +84,24 @@ def test_a_view_has_what_the_statistics_have_and_no_whole_digest() -> None:
     assert not re.search(rf"[0-9a-f]{{{SHOWN_DIGITS + 1},}}", text)
 
 
+def test_the_largest_view_fits_a_connections_buffer() -> None:
+    """Else viewers that read slowly would hold the threads that others need."""
+    told = snapshot()
+    told.daemon = "a-daemon-with-a-long-name"
+    for side in told.sides:
+        del side.peers[:]
+        for i in range(200):
+            side.peers.add(name=f"prefill-of-the-fleet-{i}", state="up", slots=16, free_credits=16, moved_bytes=1 << 45)
+            side.peers[-1].error = "the peer's pages are of another size " * 20 if i < 5 else ""
+    requests = [RequestView("0" * SHOWN_DIGITS, "arriving", 1.23456789012, 100_000, "prefill-of-the-fleet-1")]
+    tree = TreeView(9999, 2000, [PrefixView("0" * SHOWN_DIGITS, 10_000, 100, 10_000, 9, True, True)] * SHOWN_PREFIXES)
+    roles = [view.role for view in daemon_view(told).roles]
+    own = daemon_view(told, dict.fromkeys(roles, requests * SHOWN_REQUESTS), dict.fromkeys(roles, tree))
+    others = [daemon_view(told, peers=PEERS_OF_OTHERS)] * (MAX_DAEMONS - 1)
+    assert len(own.roles[0].sessions) == SHOWN_PEERS and len(others[0].roles[0].sessions) == PEERS_OF_OTHERS
+    assert len(json.dumps(dataclasses.asdict(PageView(1.0, [own, *others])))) < SEND_BUFFER
+
+
 def test_several_daemons_are_in_one_view_and_one_that_is_gone_is_named() -> None:
     async def run() -> None:
         server = grpc.aio.server()
@@ -105,6 +134,18 @@ def test_many_viewers_cost_one_snapshot_a_second_and_none_cost_none() -> None:
                 answers.append(await asyncio.to_thread(get, url))
             assert {status for status, _ in answers} == {200}
             assert told.taken <= 2
+
+    asyncio.run(run())
+
+
+def test_a_view_of_many_daemons_is_made_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "VIEW_SECONDS", 0.0)
+    monkeypatch.setattr(live_page, "SECONDS_A_DAEMON", 20.0)
+
+    async def run() -> None:
+        async with page([]) as (address, told, _):
+            bodies = [await asyncio.to_thread(get, f"http://{address}/ui/data") for _ in range(3)]
+            assert told.taken == 1 and len(set(bodies)) == 1
 
     asyncio.run(run())
 

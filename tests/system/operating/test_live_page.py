@@ -60,6 +60,12 @@ def number(page: Page, daemon: str, name: str) -> str:
     return str(found)
 
 
+def rates(page: Page) -> list[str]:
+    """The sessions' rates, all at once: the page replaces its elements."""
+    cells = "section[data-role] .sessions tr[data-peer] td:nth-child(3)"
+    return list(page.eval_on_selector_all(cells, "cells => cells.map(cell => cell.textContent)"))
+
+
 @pytest.mark.timeout(120)
 def test_it_shows_what_moves(stack: Stack, tmp_path: Path) -> None:
     with browser_page() as page:
@@ -89,6 +95,8 @@ def test_it_shows_what_moves(stack: Stack, tmp_path: Path) -> None:
             assert held["cached"] > 100 and page.query_selector('[id="decode-0/decode/hits"] path.hits')
             assert float(number(page, "decode-0", "hit rate").split()[0]) > 40
             assert "MiB" in number(page, "decode-0", "saved") or "KiB" in number(page, "decode-0", "saved")
+            engines.turn(list(range(9000, 9400)), 20)
+            until(lambda: len(moving := rates(page)) == 2 and not any(rate.startswith("0 ") for rate in moving))
         picture = page.screenshot(path=str(tmp_path / "live.png"))
         assert len(picture) > 20_000
         assert not said, said

@@ -110,18 +110,32 @@ class Load:
                     time.sleep(0.05)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_a_system_is_rolled_over_under_load_without_a_failed_request() -> None:
-    """One replica after the other, daemon and worker, ends in order and begins again at its own addresses."""
-    with MixedStack({}) as stack:
+def roll(older: Other | None, newer: Other | None) -> None:
+    """One replica after the other, daemon and worker, ends in order and begins again at its own addresses, as the newer
+    release; None is this one. No request fails."""
+    with MixedStack(dict.fromkeys(REPLACED, older) if older else {}) as stack:
         rolled = Rolled(stack)
         with Load(rolled.url, threads=4) as load:
             for name in REPLACED:
                 before = load.answered
+                stack.others.pop(name, None)
+                if newer is not None:
+                    stack.others[name] = newer
                 rolled.replace(name)
                 wait_until(lambda before=before: load.answered >= before + 20, 60.0, f"answers with the new {name}")
     assert load.failed == [] and load.answered >= 80
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_system_is_rolled_over_to_the_next_protocol_under_load_without_a_failed_request() -> None:
+    roll(None, speaking(PROTOCOL + 1, PROTOCOL))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_system_is_rolled_over_from_the_last_release_under_load_without_a_failed_request(last: Path) -> None:
+    roll(installed(last), None)
 
 
 class Rolled:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+import urllib.request
 
 import pytest
 
+ADDRESS_SECONDS = 30.0
 DEMO = [sys.executable, "-m", "kvferry", "demo", "--synthetic", "--conversations", "2", "--turns", "2"]
 
 
@@ -44,3 +47,19 @@ def test_times_for_who_asks_and_no_eviction_without_a_host_tier() -> None:
     assert "TTFT p50" in text and "inter-token latency" in text
     assert "No prefix is evicted here: that takes a --host-bytes of the pool's size" in text
     assert "host tier)" not in text
+
+
+@pytest.mark.timeout(240)
+def test_the_live_pages_address_comes_first_and_answers() -> None:
+    begun = time.monotonic()
+    with subprocess.Popen([*DEMO, "--turns", "8"], stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        try:
+            told = next(found[1] for line in demo.stdout if (found := re.search(r"watch it at (http://\S+)", line)))
+            assert time.monotonic() - begun <= ADDRESS_SECONDS
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            assert b"<title>kvferry</title>" in opener.open(told, timeout=10).read()
+        finally:
+            demo.terminate()
+            demo.communicate(timeout=120)
+    assert demo.returncode == 128 + 15
