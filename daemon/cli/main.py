@@ -50,13 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except ModuleNotFoundError as error:
         command = COMMANDS.get(words[0]) if words else None
-        missing = (error.name or "").partition(".")[0]
-        if command is None or not command.extra or missing in ("", "kvferry"):
+        missing = missing_package(error)
+        if command is None or not command.extra or not missing:
             raise
         print(
             f"kvferry {words[0]}: needs the package {missing}: pip install 'kvferry[{command.extra}]'", file=sys.stderr
         )
         return 2
+
+
+def missing_package(error: BaseException | None) -> str:
+    """The package of others that an import failed for, also where who imports it says so in words of its own; empty:
+    none."""
+    while error is not None:
+        name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if name not in ("", "kvferry"):
+            return name
+        error = error.__cause__
+    return ""
 
 
 def _run(words: list[str]) -> int:

@@ -220,7 +220,7 @@ def try_wheels(tree: Path, made: Path, interpreters: dict[str, str], release: Re
 
 
 def write_sbom(tree: Path, made: Path, interpreter: str, release: Release) -> None:
-    """Of all that `pip install kvferry` brings, with the newest Python."""
+    """The bill of all that `pip install kvferry` brings, with the newest Python."""
     python = environment(interpreter, tree.parent / "installed")
     install(python, "--find-links", made, "--find-links", made / "nixl", f"kvferry=={release.version}")
     run(python, "-m", "pip", "uninstall", "-q", "-y", "pip")  # the environment's own, no part of the installation

@@ -192,6 +192,22 @@ def test_policies_open_what_is_asked_and_select_something(charts: dict[str, list
     }
 
 
+def test_pods_go_where_they_are_told(charts: dict[str, list[Document]]) -> None:
+    """By default a role's replicas go to nodes of their own, and GPU pods to nodes that are kept for GPUs."""
+    told = {
+        "nodeSelector": {"pool": "kv"},
+        "tolerations": [{"key": "kv", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+    }
+    for name, template in all_pods(rendered(dict.fromkeys(("prefill", "decode", "front"), told))):
+        assert {key: template["spec"][key] for key in told} == told, name
+    for example in EXAMPLES:
+        for _, template in pods(charts[example]):
+            tolerated = {each["key"] for each in template["spec"].get("tolerations", ())}
+            assert ("nvidia.com/gpu" in tolerated) == example.startswith("vllm")
+            assert "podAntiAffinity" in template["spec"]["affinity"]
+
+
 def test_images_are_named_by_their_digest_where_one_is_given(charts: dict[str, list[Document]]) -> None:
     digest = "sha256:" + 64 * "0"
     images = {c["image"] for _, t in pods(charts["tls"]) for c in containers(t)}

@@ -127,6 +127,7 @@ def test_gpu_pods_share_one_claim(overlays: dict[str, list[Document]]) -> None:
         spec = template["spec"]
         assert [claim["resourceClaimTemplateName"] for claim in spec["resourceClaims"]] == [template_name]
         assert spec["shareProcessNamespace"] is True
+        assert any(toleration["key"] == "nvidia.com/gpu" for toleration in spec["tolerations"])
         for container in containers(template):
             assert container["resources"]["claims"] == [{"name": "gpu"}]
             assert container["image"] == "kvferry:cuda"

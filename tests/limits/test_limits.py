@@ -1,4 +1,4 @@
-"""Every inbound length and count at its bound, and one past it: SECURITY.md has the same table."""
+"""Every inbound length and count at its bound, and one past it: docs/internals/bounds.md has the same table."""
 
 from __future__ import annotations
 

