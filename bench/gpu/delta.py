@@ -103,7 +103,7 @@ class Side:
             memory = torch.as_tensor(client.pools.memories[0])
         self.tensor = memory.view(torch.int64).view(TENSORS, self.pages, -1)  # layer-major
         self.device = memory.device
-        self.factors = factors_on(memory.device)
+        self.products = [factors_on(memory.device)]
 
     def blocks(self, pages: int) -> tuple[int, ...]:
         """Any of its own, to be named; none where the daemon gives pages."""
@@ -262,7 +262,7 @@ async def nothing_missing(prefill: Side, decode: Side) -> float:
 
 async def compute(*sides: Side) -> None:
     """Some 50 ms of matrix products on each GPU."""
-    for _ in rounds_of_products(*(side.factors for side in sides)):
+    for _ in rounds_of_products(*(factors for side in sides for factors in side.products)):
         await asyncio.sleep(0)
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from delta import daemon, factors_on, rounds_of_products, stages, synchronize
+from delta import PAGE_SIZE, compute, daemon, factors_on, nothing_missing, rounds_of_products, stages, synchronize
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
@@ -33,6 +33,13 @@ from kvferry.proto import common_pb2
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
 WARM_UPS, ROUNDS = 2, 7
+FACTS = common_pb2.NamespaceFacts(
+    model="lanes",
+    revision="1",
+    geometry=common_pb2.Geometry(layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2),
+    digest_algorithm="sha256_cbor",
+    root_digest=bytes(32),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +47,16 @@ class Side:
     """A daemon, and this process as its worker."""
 
     client: DaemonClient
-    devices: list[torch.device]  # of its ranks
+    products: list[list[torch.Tensor]]  # the factors of each rank, on its device
 
     def fill(self, pages: torch.Tensor, seeds: torch.Tensor) -> None:
-        for rank in range(len(self.devices)):
+        for rank in range(len(self.products)):
             for layer in range(LAYERS):
                 self._layer(rank, layer)[pages.to(self._device(rank))] = self._content(rank, layer, seeds)
 
     def check(self, pages: torch.Tensor, seeds: torch.Tensor) -> None:
         """AssertionError where a byte is not what `fill` writes."""
-        for rank in range(len(self.devices)):
+        for rank in range(len(self.products)):
             for layer in range(LAYERS):
                 there = self._layer(rank, layer)[pages.to(self._device(rank))]
                 assert torch.equal(there, self._content(rank, layer, seeds)), f"rank {rank}, layer {layer} differs"
@@ -69,17 +76,6 @@ class Side:
             of[axis] = -1
             words = words + factor * torch.arange(first, first + shape[axis], device=words.device).view(of)
         return (words % 251).to(torch.uint8)
-
-
-def facts(pages_of: int) -> common_pb2.NamespaceFacts:
-    geometry = common_pb2.Geometry(layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2)
-    return common_pb2.NamespaceFacts(
-        model=f"lanes-{pages_of}",
-        revision="1",
-        geometry=geometry,
-        digest_algorithm="sha256_cbor",
-        root_digest=bytes(32),
-    )
 
 
 def devices_of(pair: str, devices: list[str]) -> tuple[list[str], list[str]]:
@@ -120,7 +116,7 @@ def links(sending: list[str], receiving: list[str], nbytes: int) -> float:
 
 async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     sending, receiving = devices_of(pair, args.devices.split(","))
-    page_bytes = 16 * TOKEN_BYTES  # delta's page size
+    page_bytes = PAGE_SIZE * TOKEN_BYTES
     pages = int(gib * (1 << 30)) // page_bytes
     nbytes = pages * page_bytes
     limit = links(sending, receiving, nbytes)
@@ -138,11 +134,11 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
             ("decode", common_pb2.ROLE_DECODE, receiving),
         ):
             socket = os.path.join(stack.folder, f"{role}.sock")
-            client = await DaemonClient.connect(socket, proto_role, facts(pages), "bench", deadline_s=60)
-            sides.append(Side(client, [torch.device(name) for name in names]))
+            client = await DaemonClient.connect(socket, proto_role, FACTS, "bench", deadline_s=60)
+            sides.append(Side(client, [factors_on(torch.device(name)) for name in names]))
         try:
-            times = [await one(sides, pages, check=number in (0, ROUNDS)) for number in range(WARM_UPS + ROUNDS)]
-            floor = [await one(sides, 1, check=False, again=True) for _ in range(ROUNDS)]
+            times = [await one(*sides, pages, check=number in (0, ROUNDS)) for number in range(WARM_UPS + ROUNDS)]
+            floor = [await nothing_missing(*sides) for _ in range(ROUNDS)]
             found = await stages(decode_address) | await stages(address)
         except BaseException:
             print(first.tail(30), second.tail(30), sep="\n", file=sys.stderr)
@@ -160,39 +156,27 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     )
 
 
-async def one(sides: list[Side], pages: int, check: bool, again: bool = False) -> float:
-    """Seconds from the report to Ready. again: the prompt has been moved once, so that none of its pages is missing."""
-    prefill, decode = sides
-    digests, took = os.urandom(32 * pages), 0.0
-    for _ in range(2 if again else 1):
-        name, tokens = RequestName(os.urandom(16), 1), pages * 16
-        ask = {"digests": digests, "tokens": tokens, "tail_digest": b"", "deadline_s": 60.0}
-        begun = await prefill.client.begin(name, **ask)  # type: ignore[arg-type]
-        seeds = torch.randint(251, (pages,))
-        if check:
-            prefill.fill(torch.tensor(begun.pages), seeds)
-        admit = partial(decode.client.admit, prefill="prefill", max_new_tokens=1)
-        admitted = await admit(name, **ask)  # type: ignore[arg-type]
-        await compute(*sides)
-        began = time.perf_counter()
-        prefill.client.progress(name, tokens)
-        prefill.client.aux(name, b"first")
-        await decode.client.ready(name)
-        took = time.perf_counter() - began
-        if check:
-            decode.check(torch.tensor(admitted.pages[:pages]), seeds)
-        if again:
-            await decode.client.finish(name, tokens=tokens, digests=b"")
-        else:
-            await decode.client.abort(name, "measured")
-        await prefill.client.ended(name, 30.0)
+async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
+    """Seconds from the report to Ready of a prompt all of whose pages are missing."""
+    name, tokens = RequestName(os.urandom(16), 1), pages * PAGE_SIZE
+    ask = {"digests": os.urandom(32 * pages), "tokens": tokens, "tail_digest": b"", "deadline_s": 60.0}
+    begun = await prefill.client.begin(name, **ask)  # type: ignore[arg-type]
+    seeds = torch.randint(251, (pages,))
+    if check:
+        prefill.fill(torch.tensor(begun.pages), seeds)
+    admit = partial(decode.client.admit, prefill="prefill", max_new_tokens=1)
+    admitted = await admit(name, **ask)  # type: ignore[arg-type]
+    await compute(prefill, decode)  # meanwhile the Ask arrives
+    began = time.perf_counter()
+    prefill.client.progress(name, tokens)
+    prefill.client.aux(name, b"first")
+    await decode.client.ready(name)
+    took = time.perf_counter() - began
+    if check:
+        decode.check(torch.tensor(admitted.pages[:pages]), seeds)
+    await decode.client.abort(name, "measured")
+    await prefill.client.ended(name, 30.0)
     return took
-
-
-async def compute(*sides: Side) -> None:
-    factors = [factors_on(device) for side in sides for device in side.devices]
-    for _ in rounds_of_products(*factors):
-        await asyncio.sleep(0)
 
 
 def main() -> int:

@@ -35,8 +35,8 @@ from pathlib import Path
 
 import httpx
 from cluster import BLOCK, DEVICES, SCHEDULER, SMALL, Cluster, Spec, model_folder
-from gpu_compare import FLAGS, gpu_memory, gpus, machine, token_bytes, warm
-from gpu_turns import Answer, ask, body_of, fresh, growth, median, said, settled
+from gpu_compare import FLAGS, gpu_memory, gpus, machine, start, token_bytes, warm
+from gpu_turns import Answer, ask, body_of, fresh, growth, median, put, said, settled
 from rich.console import Console
 from rich.table import Table
 
@@ -153,9 +153,7 @@ async def drive(cluster: Cluster, load: Load, seconds: float) -> Measured:
         got.told = growth(before, await said(client, cluster))
     got.sent = {name: value - sent.get(name, 0.0) for name, value in sent_by_link(cluster).items()}
     got.nvlink = {
-        gpu: (sent - links[gpu][0], came - links[gpu][1])
-        for gpu, (sent, came) in nvlink_bytes().items()
-        if gpu in links
+        gpu: (out - links[gpu][0], came - links[gpu][1]) for gpu, (out, came) in nvlink_bytes().items() if gpu in links
     }
     for _, (begun, ended, answer) in sorted(answers.items()):
         got.begun.append(begun)
@@ -170,12 +168,12 @@ async def sampled(client: httpx.AsyncClient, cluster: Cluster, got: Measured) ->
     """Means, so far, of what decode has running and waiting."""
     count = 0
     while True:
-        text = (await client.get(cluster.engines["decode"].url + "/metrics")).text
-        found = [re.search(rf"^vllm:num_requests_{name}\{{.*\}} (\S+)$", text, re.M) for name in ("running", "waiting")]
+        text, now = (await client.get(cluster.engines["decode"].url + "/metrics")).text, {}
+        for name in ("running", "waiting"):
+            put(now, name, text, f"vllm:num_requests_{name}")
         count += 1
-        running, waiting = (float(each[1]) if each else 0.0 for each in found)
-        got.running += (running - got.running) / count
-        got.waiting += (waiting - got.waiting) / count
+        got.running += (now.get("running", 0.0) - got.running) / count
+        got.waiting += (now.get("waiting", 0.0) - got.waiting) / count
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
@@ -218,11 +216,7 @@ def prompt_tokens(cluster: Cluster) -> dict[str, float]:
 def measured(system: str, args: argparse.Namespace, console: Console) -> dict[str, object]:
     began = time.monotonic()
     with Cluster(spec_of(system, args)) as cluster:
-        if system.startswith("nixl"):
-            cluster.nixl()
-            cluster.start_nixl_front()
-        else:
-            cluster.kvferry()
+        start(cluster, "nixl" if system.startswith("nixl") else "kvferry")
         console.print(f"{system}: up in {time.monotonic() - began:.0f} s")
         if DEVICES:
             warm(cluster, cluster.front, args.output_tokens)
@@ -273,22 +267,25 @@ def run(args: argparse.Namespace) -> int:
 
 COLUMNS = ("system", "answers", "/s", "/s warm", "TTFT p50 s", "p90", "mean", "later half's p50", "prefill mean s")
 COLUMNS += ("between ms", "decode runs", "waits", "GiB to decode", "GiB back", "tokens computed by prefill")
+STAGES_TOLD = ("P queue", "P prefill", "D queue", "D prefill", "NIXL read", "NIXL post")
+STAGES_TOLD += ("gather", "write", "scatter", "admission", "pages")
 
 
 def table(args: argparse.Namespace) -> int:
     rows = [json.loads(line) for name in args.files for line in Path(name).read_text().splitlines()]
     console = Console(record=True, width=200)
     for load in sorted({shape_of(row) for row in rows}):
-        of = [row for row in rows if shape_of(row) == load]
+        of = [(row["system"], Measured(**row["got"])) for row in rows if shape_of(row) == load]
+        of.sort(key=lambda each: SYSTEMS.index(each[0]))
         shown = Table(title=load)
         for name in COLUMNS:
             shown.add_column(name, justify="left" if name == "system" else "right")
-        for row in sorted(of, key=lambda row: SYSTEMS.index(row["system"])):
-            shown.add_row(row["system"], *cells_of(Measured(**row["got"])))
+        for system, got in of:
+            shown.add_row(system, *cells_of(got))
         console.print(shown)
-        for row in sorted(of, key=lambda row: SYSTEMS.index(row["system"])):
-            console.print(*details(row["system"], Measured(**row["got"])), sep="\n", soft_wrap=True)
-        console.print(*ratios({row["system"]: Measured(**row["got"]) for row in of}), sep="\n")
+        for system, got in of:
+            console.print(details(system, got), soft_wrap=True)
+        console.print(*ratios(dict(of)), sep="\n")
     if args.output:
         Path(args.output).write_text(console.export_text())
     return 0
@@ -334,12 +331,12 @@ def cells_of(got: Measured) -> list[str]:
     ]
 
 
-def details(system: str, got: Measured) -> Iterator[str]:
+def details(system: str, got: Measured) -> str:
     links = [f"{name} {value / GIB:.1f} GiB" for name, value in got.sent.items() if " to " in name and value]
     counted = [f"GPU {gpu} {sent / GIB:.1f} out, {came / GIB:.1f} in" for gpu, (sent, came) in got.nvlink.items()]
     choices = [f"{name} {value:.0f}" for name, value in got.sent.items() if " to " not in name and value]
     stages = [f"{name} {value:.1f}" for name, value in got.told.items() if name in STAGES_TOLD]
-    yield f"{system}: " + "; ".join(
+    return f"{system}: " + "; ".join(
         f"{what} {', '.join(each)}"
         for what, each in (
             ("links:", links),
@@ -350,21 +347,6 @@ def details(system: str, got: Measured) -> Iterator[str]:
         )
         if each
     )
-
-
-STAGES_TOLD = (
-    "P queue",
-    "P prefill",
-    "D queue",
-    "D prefill",
-    "NIXL read",
-    "NIXL post",
-    "gather",
-    "write",
-    "scatter",
-    "admission",
-    "pages",
-)
 
 
 def ratios(systems: dict[str, Measured]) -> Iterator[str]:

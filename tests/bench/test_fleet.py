@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -12,22 +11,15 @@ from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "bench" / "vllm"
+from tests.bench.scripts import imported
+
 MODULES = ("fleet", "cluster", "gpu_compare", "gpu_turns", "chat", "engine_threads")
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ModuleType]:
-    """Its module; other folders have some of the same names."""
-    others = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("fleet")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in MODULES:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
+    with imported("vllm", MODULES) as modules:
+        yield modules.fleet
 
 
 def test_each_system_gets_the_same_prompts(fleet: ModuleType) -> None:

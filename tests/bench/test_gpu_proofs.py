@@ -4,32 +4,23 @@ GPU."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+from tests.bench.scripts import imported
+
 SCRIPTS = ("proofs", "nodes", "actor", "driver")
 
 
 @pytest.fixture(scope="module")
 def proofs() -> Iterator[ModuleType]:
-    """Other folders have modules of the same names."""
-    others = {name: sys.modules.pop(name) for name in SCRIPTS if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("proofs")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in SCRIPTS:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
+    with imported("gpu", SCRIPTS) as modules:
+        yield modules.proofs
 
 
 def ran(proofs: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

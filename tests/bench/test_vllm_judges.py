@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import sys
 from collections.abc import Iterator
@@ -12,23 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.proto import cache_pb2
+from tests.bench.scripts import imported
 
-FOLDER = Path(__file__).resolve().parents[2] / "bench" / "vllm"
 SCRIPTS = ("chat", "cluster", "timed_steps", "compare", "hooks", "chaos", "greedy", "demo", "suite")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    """Its modules; other folders have some of the same names."""
-    others = {name: sys.modules.pop(name) for name in SCRIPTS if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in SCRIPTS:
-            sys.modules.pop(name, None)
-        sys.modules.update(others)
+    with imported("vllm", SCRIPTS) as modules:
+        yield modules
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------
