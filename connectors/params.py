@@ -46,14 +46,16 @@ def decode_half(params: object, default_prefill: str) -> TransferParams | None:
     return TransferParams(_name(params), prefill)
 
 
-def answer(params: TransferParams, prefill: str) -> dict[str, object]:
-    """The `kv_transfer_params` of prefill's answer, for routers that ask it first."""
+def answer(params: TransferParams, prefill: str, first: int | None) -> dict[str, object]:
+    """The `kv_transfer_params` of prefill's answer, for routers that ask it first. first: the reply's first token."""
     told: dict[str, object] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "kvferry_request": params.name.request_id.hex(),
         "kvferry_attempt": params.name.attempt,
     }
+    if first is not None:
+        told["kvferry_first_token"] = first
     return {**told, "kvferry_prefill": prefill} if prefill else told
 
 

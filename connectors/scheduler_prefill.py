@@ -171,9 +171,9 @@ class PrefillScheduler(SchedulerSide):
         if tracked.loading or tracked.elsewhere:
             self._orders.append(Cancel(request.request_id))
             return False, None  # the scheduler keeps the blocks by itself until the load is reported
-        over = Release if whole else Drop
-        self._orders.append(over(request.request_id, first_of(request)))
-        return True, transfer_params.answer(tracked.params, self._view.daemon) if sent else None
+        over, first = Release if whole else Drop, first_of(request)
+        self._orders.append(over(request.request_id, first))
+        return True, transfer_params.answer(tracked.params, self._view.daemon, first) if sent else None
 
 
 def first_of(request: EngineRequest) -> int | None:

@@ -76,6 +76,13 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         help="decode servers; http://HOST:PORT, or dns+http://NAME:PORT for all addresses of a name",
     )
     vllm.add_argument(
+        "--first-token",
+        choices=("prefill", "decode"),
+        default="decode",
+        help="whose first token goes to the client; prefill's goes at once, and needs KVFerryScheduler in each decode "
+        "server (default %(default)s)",
+    )
+    vllm.add_argument(
         "--processes",
         type=flags.whole,
         default=1,
@@ -180,6 +187,7 @@ def _run_before_vllm(args: argparse.Namespace, host: str, port: int, edge: EdgeS
             load_slack=args.load_slack,
             engine_token=edge.engine_token,
             passes_authorization=edge.keys is None,
+            first_token=args.first_token,
         ),
         front_vllm_server.VllmServing(host, port, args.wait_seconds, args.grace, args.processes, edge),
         under=lambda: _process(args),
@@ -236,6 +244,8 @@ def _problem(args: argparse.Namespace) -> str:
         if args.processes > MAX_PROCESSES:
             return f"--processes is {args.processes}; it must be 1 to {MAX_PROCESSES}"
         return "" if args.vllm_decode else "--vllm-decode is required"
+    if args.first_token != "decode":
+        return f"--first-token is {args.first_token}; before reference workers it must be decode"
     if args.processes > 1:  # each would have a memory of replies of its own
         return f"--processes is {args.processes}; before reference workers it must be 1"
     return "" if args.prefill and args.decode else "--prefill and --decode are required (or --vllm-decode)"

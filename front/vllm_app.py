@@ -22,8 +22,9 @@ from starlette.types import Receive
 from kvferry import tracing
 from kvferry.front.bodies import Bodies, BodyRefused
 from kvferry.front.edge.exchange import LEFT, request_id_of
-from kvferry.front.vllm import SPLIT_PATHS, WHOLE_PATHS, Caller, StreamedReply, VllmFront
+from kvferry.front.vllm import SPLIT_PATHS, WHOLE_PATHS, Caller, VllmFront
 from kvferry.front.vllm_body import MAX_BODY_BYTES, Refusal, parse_body
+from kvferry.front.vllm_reply import StreamedReply
 
 ROUTES = SPLIT_PATHS + WHOLE_PATHS
 

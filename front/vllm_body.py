@@ -61,6 +61,29 @@ class Body:
     def streamed(self) -> bool:
         return bool(self._told("stream"))
 
+    @property
+    def begins_alike(self) -> bool:
+        """Whether a stream of vLLM's begins with all of the first token's text, whatever the reply is bound by: then
+        prefill's answer tells how. Not where a field is unknown here."""
+        odd = [name for name, value in self.fields.items() if name not in _ALIKE and bytes(value) not in _NOT_TOLD]
+        options = self._told("stream_options")
+        each = isinstance(options, dict) and options.get("continuous_usage_stats")
+        return self.streamed and not each and all(self._told(name) == _NEUTRAL.get(name, odd) for name in odd)
+
+    @property
+    def shows_ids(self) -> bool:
+        return bool(self._told("return_token_ids"))
+
+    @property
+    def asks_one_token(self) -> bool:
+        most = self._told("max_completion_tokens") if "messages" in self.fields else None
+        return (self._told("max_tokens") if most is None else most) == 1
+
+    @property
+    def may_end_at_once(self) -> bool:
+        """Whether prefill's answer, where it ends by itself, is what one server answers."""
+        return not self.streamed and not self._told("min_tokens")
+
     def _told(self, name: str) -> object:
         """The field's value; where msgspec has no place for it, its JSON."""
         try:
@@ -97,6 +120,32 @@ _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dic
 _ITEMS: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 _OPENED = re.compile(rb"\[[ \t\r\n]*(.)")  # a list, and with what it begins
 _NUMBER_OR_END = b"-0123456789]"
+_NOT_TOLD = (b"null", b"false", b"[]", b"{}", b'""')
+_NEUTRAL: Mapping[str, object] = {
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "include_reasoning": True,
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+}
+_ALIKE = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        model messages prompt stream stream_options user metadata store service_tier safety_identifier prompt_cache_key
+        request_id priority cache_salt n best_of kv_transfer_params return_token_ids
+
+        add_generation_prompt continue_final_message add_special_tokens documents chat_template chat_template_kwargs
+        media_io_kwargs mm_processor_kwargs truncate_prompt_tokens truncation_side
+
+        temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty length_penalty
+        logit_bias allowed_token_ids bad_words max_tokens max_completion_tokens min_tokens ignore_eos stop_token_ids
+
+        skip_special_tokens spaces_between_special_tokens include_stop_str_in_output
+        """,
+    )
+)
+"""Fields whatever they say: what is asked, how it becomes a prompt, how tokens are sampled and become text."""
 
 
 def _written(fields: Mapping[str, Json], kv_transfer_params: dict[str, object] | None) -> bytes:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
@@ -26,6 +26,7 @@ Role = Literal["prefill", "decode"]
 LegResult = Literal["ok", "failed", "refused", "cancelled"]
 AloneReason = Literal["whole", "short", "no_prefill", "prefill_failed"]
 BrokenBy = Literal["client", "server"]
+FirstTokenEnd = Literal["met", "gone_on", "unlike", "lost", "whole"]
 
 
 class FrontMetrics:
@@ -68,6 +69,14 @@ class FrontMetrics:
             self.decode_alone.labels(reason)
         for by in ("client", "server"):
             self.broken.labels(by)
+        self._first_tokens = Counter(
+            "kvferry_front_prefill_first_tokens",
+            "Replies that a prefill server's answer began, by what became of it",
+            ["result"],
+            registry=own,
+        )
+        for result in get_args(FirstTokenEnd):
+            self._first_tokens.labels(result)
 
     def leg(self, role: Role, server: str) -> CountedLeg:
         """A call that begins; it is counted when it is over."""
@@ -76,6 +85,11 @@ class FrontMetrics:
     def alone(self, reason: AloneReason) -> None:
         """Counts a prompt that goes to a decode server only: it cannot be split, is short, or prefill will not do."""
         self.decode_alone.labels(reason).inc()
+
+    def first_token_ended(self, result: FirstTokenEnd) -> None:
+        """Counts a reply that began with prefill's answer: decode's had the token, too; another one; it broke before;
+        or the answer was all of the reply."""
+        self._first_tokens.labels(result).inc()
 
     def text(self) -> bytes:
         """All processes' metrics, in Prometheus's text format."""

@@ -50,7 +50,7 @@ def test_a_page_is_whole_blocks() -> None:
 def test_the_halves_of_a_request() -> None:
     first = prefill_half({"do_remote_decode": True, "kvferry_request": ID})
     assert first is not None and first.name.request_id.hex() == ID
-    told = answer(first, "p1")
+    told = answer(first, "p1", 7)
     second = decode_half(told, "")
     assert second is not None and (second.name, second.prefill) == (first.name, "p1")
     assert decode_half({"do_remote_prefill": True, "kvferry_request": ID}, "only") is not None

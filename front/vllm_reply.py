@@ -1,0 +1,138 @@
+"""A reply of vLLM's on its way to the client, and how one begins with the prefill server's first token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import NamedTuple
+
+import httpx
+import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvferry.front.edge.metrics import CountedLeg, FirstTokenEnd
+from kvferry.front.vllm_body import Refusal
+from kvferry.front.vllm_first import Behind, FirstToken, Lost, SaidError, Unlike
+from kvferry.waiting import within
+
+_log = logging.getLogger(__name__)
+
+
+class BrokenOff(Exception):
+    """A reply that is not whole, as its last event says."""
+
+
+class DecodeAnswer(NamedTuple):
+    """A server's answer, begun."""
+
+    response: httpx.Response
+    first: bytes
+    rest: AsyncIterator[bytes]
+    counted: CountedLeg | None = None
+    at_once: AtOnce | None = None  # what follows `first`, where that is prefill's token; then `rest` is decode's
+
+
+class AtOnce:
+    """Decode's stream behind prefill's token, which the client has, until decode says that it has it, too."""
+
+    def __init__(
+        self,
+        sent: FirstToken,
+        asking: asyncio.Task[DecodeAnswer],
+        next_token_s: float,
+        ended: Callable[[FirstTokenEnd], None],
+    ) -> None:
+        self._sent = sent
+        self._asking = asking
+        self._next_token_s = next_token_s
+        self._ended = ended
+
+    async def pieces(self, counted: CountedLeg | None) -> AsyncIterator[bytes]:
+        """What goes to the client. Behind it the stream is decode's own. Raises BrokenOff."""
+        try:
+            async for piece in self._met():
+                yield piece
+        except Unlike as error:
+            self._ended("unlike")
+            _log.error(
+                "a reply broke off: %s; check that decode servers have --scheduler-cls with kvferry's scheduler, that "
+                "their logs say that replies begin with prefill's token, and that they have blocks free",
+                error,
+            )
+            yield _error_event(f"the decode server went another way: {error}")
+            raise BrokenOff(str(error)) from error
+        except SaidError as error:  # as without the token: the client hears what the server says
+            self._ended("lost")
+            yield error.event
+        except (Lost, Refusal, httpx.TransportError, asyncio.TimeoutError) as error:
+            self._ended("lost")
+            if counted is not None:
+                counted.failed()
+            why = str(error) or f"it said nothing for {self._next_token_s:g} s"
+            _log.warning("a reply broke off behind its first token: %s", why)
+            yield _error_event(f"the decode server failed: {why}")
+            raise BrokenOff(why) from error
+        else:
+            self._ended("met")
+
+    async def _met(self) -> AsyncIterator[bytes]:
+        behind = Behind(self._sent)
+        reply = await within(self._next_token_s, asyncio.shield(self._asking))
+        piece: bytes | None = reply.first
+        while piece is not None:
+            if told := behind.feed(piece):
+                yield told
+            if behind.done:
+                return
+            piece = await within(self._next_token_s, anext(reply.rest, None))
+        behind.end()
+
+
+def _error_event(message: str) -> bytes:
+    error = {"message": message, "type": "service_unavailable_error", "param": None, "code": 502}
+    return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
+
+
+async def streamed(reply: DecodeAnswer, next_token_s: float) -> AsyncGenerator[bytes, None]:
+    """The reply's bytes as they come."""
+    if reply.first:
+        yield reply.first
+    if reply.at_once is not None:
+        async for piece in reply.at_once.pieces(reply.counted):
+            yield piece
+    while True:
+        try:
+            chunk = await within(next_token_s, anext(reply.rest, None))
+        except (asyncio.TimeoutError, httpx.TransportError) as error:
+            _log.warning("a reply broke off: %s %s", type(error).__name__, error)
+            if reply.counted is not None:
+                reply.counted.failed()
+            raise
+        if chunk is None:
+            if reply.counted is not None:
+                reply.counted.answered(reply.response.status_code)
+            return
+        yield chunk
+
+
+class StreamedReply(StreamingResponse):
+    """Lets go of the servers however the response ends, even before its first byte."""
+
+    def __init__(
+        self, content: AsyncIterator[bytes], stack: contextlib.AsyncExitStack, status: int, headers: dict[str, str]
+    ) -> None:
+        super().__init__(content, status_code=status, headers=headers)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.let_go()
+
+    async def let_go(self) -> None:
+        """Ends the call to the server; needed also where the reply is never sent."""
+        await self._stack.aclose()
