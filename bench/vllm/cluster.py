@@ -86,6 +86,7 @@ class Spec:
     threads: int = 1  # of each engine
     ranks: Mapping[str, int] = field(default_factory=dict)  # tensor-parallel, by engine; else 1
     dp: int = 1  # data-parallel ranks of prefill and of decode, each with a daemon of its own, "prefill-0" ...
+    first_token: str = "decode"  # the front end's --first-token
     prefills: int = 1  # prefill engines; of several, "prefill-0" ..., each has a daemon and devices of its own
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
@@ -217,6 +218,8 @@ class Cluster:
             rank, ranks = ("", "") if self.spec.dp == 1 else ("-{dp_rank}", f",{self.spec.dp}")
             words += ["--vllm-prefill", *(f"{name}{rank}={self.engines[name].url}{ranks}" for name in self.prefills)]
             words += ["--vllm-decode", self.engines["decode"].url + ranks]
+            if self.spec.first_token != "decode":  # trees that are compared may not know the flag
+                words += ["--first-token", self.spec.first_token]
         front = self.stack.start("front", words)
         self.front = f"http://{self.stack.ready(front)}"
 

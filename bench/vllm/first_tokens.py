@@ -181,10 +181,11 @@ def main() -> int:
     parser.add_argument("--aborts", type=int, default=0)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon")
+    parser.add_argument("--first-token", choices=("prefill", "decode"), default="decode", help="of the front end")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     log = Log(Path(args.output) if args.output else None)
-    spec = Spec(decode_flags=SCHEDULER, pool=args.pool, extra={"deadline_seconds": 240.0})
+    spec = Spec(decode_flags=SCHEDULER, pool=args.pool, first_token=args.first_token, extra={"deadline_seconds": 240.0})
     if not DEVICES:
         spec = replace(spec, program=(str(ROOT / "bench" / "vllm" / "v2_on_cpu.py"),))
     with Cluster(spec) as one, Cluster(spec) as cluster:

@@ -1,12 +1,13 @@
 """vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way
 of its daemons' pools ("kvferry") or straight from block to block ("blocks"); "first" and "first-blocks" are these with
-replies that begin with the prefill server's first token. Each is behind kvferry's front end, with the same flags and
+replies that begin with the prefill server's first token, and "at-once" the latter with a front end that streams it as
+soon as prefill answers (--first-token prefill). Each is behind kvferry's front end, with the same flags and
 the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at decode, with
 as much host memory as kvferry's host tier: where there is one, `--decode-cache host`.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
     [--tokens-out 16 128] [--decode-cache all half third host] [--visits 2]
-    [--systems alone nixl offload kvferry blocks first first-blocks] [--ranks 2:2]
+    [--systems alone nixl offload kvferry blocks first first-blocks at-once] [--ranks 2:2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
@@ -37,7 +38,7 @@ from gpu_turns import STAGES, Measured, Shape, drive, median
 from rich.console import Console
 from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks")
+SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", "at-once")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 Rows: TypeAlias = "list[dict[str, Any]]"
@@ -84,8 +85,10 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
 
 
 def spec_for(system: str, spec: Spec) -> Spec:
-    if system.startswith("first"):
+    if system.startswith("first") or system == "at-once":
         spec = replace(spec, decode_flags=SCHEDULER)
+    if system == "at-once":
+        return replace(spec, pool="engine", first_token="prefill")
     if system.endswith("blocks"):
         return replace(spec, pool="engine")
     if system == "offload":
