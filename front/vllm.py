@@ -11,23 +11,25 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import httpx
 
 from kvferry import tracing
-from kvferry.front.edge.metrics import FrontMetrics
+from kvferry.front.edge.metrics import FrontMetrics, Role
 from kvferry.front.upstream.connections import Connections
 from kvferry.front.upstream.names import NamedServers
 from kvferry.front.vllm_body import Body, Refusal
-from kvferry.front.vllm_first import as_whole_reply, first_token_of
+from kvferry.front.vllm_first import FirstToken, as_whole_reply, first_token_of
 from kvferry.front.vllm_legs import Away, Calls, Legs, Prefilled, Server, VllmPrefillFailed, timeout_of
 from kvferry.front.vllm_places import Place
-from kvferry.front.vllm_reply import AtOnce, DecodeAnswer, StreamedReply, streamed
+from kvferry.front.vllm_reply import AtOnce, DecodeAnswer, GoOn, StreamedReply, streamed
 from kvferry.proto.limits import REQUEST_ID_BYTES
 from kvferry.secret_files import BearerToken
 
 HEALTH_SECONDS = 3.0
+GOES_ON = 2  # servers that are asked for what is behind a first token
 SPLIT_PATHS = ("/v1/chat/completions", "/v1/completions")
 WHOLE_PATHS = ("/v1/embeddings", "/v1/responses", "/tokenize", "/detokenize")  # a decode server answers by itself
 _PASSED_ON = ("content-type",)
@@ -188,7 +190,8 @@ class VllmFront:
             if not asking.done() and half.exception() is not None:
                 raise VllmPrefillFailed(str(half.exception()))
             hurries = self._hurries and not asking.done()
-            reply = await (self._soonest(half.result(), asking, headed, body) if hurries else asking)
+            go_on = partial(self._gone_on, stack, decode, legs, body)
+            reply = await (self._soonest(half.result(), asking, headed, body, go_on) if hurries else asking)
         except VllmPrefillFailed as error:
             _log.warning("prefill server %s: %s; decode goes on alone", prefill.url, error)
             await _cancelled(asking)
@@ -219,7 +222,12 @@ class VllmFront:
         return self.config.first_token == "prefill"
 
     async def _soonest(
-        self, prefilled: Prefilled, asking: asyncio.Task[DecodeAnswer], headed: asyncio.Future[DecodeAnswer], body: Body
+        self,
+        prefilled: Prefilled,
+        asking: asyncio.Task[DecodeAnswer],
+        headed: asyncio.Future[DecodeAnswer],
+        body: Body,
+        go_on: GoOn,
     ) -> DecodeAnswer:
         """Prefill's token and what decode says behind it, as soon as decode has accepted the request; else decode's
         own answer, or prefill's, where the reply ends with it."""
@@ -235,29 +243,53 @@ class VllmFront:
         if asking.done():
             return await asking
         head = headed.result()
-        at_once = AtOnce(sent, asking, self.config.next_token_s, self.metrics.first_token_ended)
+        at_once = AtOnce(sent, asking, self.config.next_token_s, go_on, self.metrics.first_token_ended)
         return head._replace(first=sent.events, at_once=at_once)
 
     async def _one_token(
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: Legs, body: Body
     ) -> DecodeAnswer:
         """The reply of no more than one token, all of it prefill's; decode's where prefill fails."""
+        reply = await self._well(stack, prefill, legs, body.alone(), "prefill")
+        if reply is None:
+            return await self._alone_again(stack, decode, legs, body)
+        self.metrics.first_token_ended("whole")
+        return reply
+
+    async def _gone_on(
+        self, stack: contextlib.AsyncExitStack, decode: Server, legs: Legs, body: Body, sent: FirstToken
+    ) -> DecodeAnswer | None:
+        """What is behind the token, from another decode server, or the same; None: nobody has a way."""
+        asked = body.behind(sent.text, sent.token) if sent.prompt_tokens else None
+        gone, reply = [decode], None
+        for _ in range(GOES_ON if asked is not None else 0):
+            others = any(server not in gone for server in self.decode)
+            server = self.choose_decode(body.head, gone if others else ())
+            reply = await self._well(stack, server, legs, asked or b"", "decode")
+            if reply is not None:
+                break
+            gone.append(server)
+        return reply
+
+    async def _well(
+        self, stack: contextlib.AsyncExitStack, server: Server, legs: Legs, body: bytes, role: Role
+    ) -> DecodeAnswer | None:
+        """A reply begun; None: the server fails, or refuses."""
         inner = contextlib.AsyncExitStack()
         try:
-            reply = await self.calls.begun(inner, prefill, legs, body.alone(), "prefill")
+            reply = await self.calls.begun(inner, server, legs, body, role)
             if reply.response.status_code < 400:
                 stack.push_async_exit(inner)
-                self.metrics.first_token_ended("whole")
                 return reply
-            why = f"answered {reply.response.status_code}"
+            why = f"answered {reply.response.status_code}: {reply.first[:200]!r}"
         except Refusal as error:
             why = str(error)
         except BaseException:
             await inner.aclose()
             raise
         await inner.aclose()
-        _log.warning("prefill server %s: %s; decode answers alone", prefill.url, why)
-        return await self._alone_again(stack, decode, legs, body)
+        _log.warning("%s server %s: %s", role, server.url, why)
+        return None
 
     # -- choices ---------------------------------------------------------------------------------------------------
 

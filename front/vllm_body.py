@@ -13,6 +13,7 @@ import msgspec
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 100  # of lists and objects in each other
 MANY_BYTES = 1024 * 1024  # of messages: of more than these the first bytes count, whatever they are
+DEFAULT_TOKENS = 16  # of a completion that names no bound, as vLLM has it
 HEAD_BYTES = 4096  # of a prompt, by which conversations keep to a decode server
 
 Json: TypeAlias = "bytes | msgspec.Raw"
@@ -115,10 +116,48 @@ class Body:
         """All of the request, with these parameters in the place of the client's."""
         return _written(self.fields, kv_transfer_params)
 
+    def behind(self, text: str, token: int | None) -> bytes | None:
+        """The request for what is behind its first token, whoever is asked. None: there is none whose reply would be
+        that of one server."""
+        if any(self._told(name) for name in _OF_REPLIES) or self._told("truncate_prompt_tokens") is not None:
+            return None
+        prompt = self._chat_behind(text) if "messages" in self.fields else self._prompt_behind(text, token)
+        bounds = {"max_completion_tokens", "max_tokens", "min_tokens"} & self.fields.keys()
+        fewer = {name: self._one_less(name) for name in bounds}
+        if "messages" not in self.fields and self._told("max_tokens") is None:
+            fewer["max_tokens"] = DEFAULT_TOKENS - 1
+        if prompt is None:
+            return None
+        told = {name: msgspec.json.encode(value) for name, value in fewer.items() if value is not None}
+        return _written({**self.fields, **prompt, **told}, None)
+
+    def _one_less(self, name: str) -> int | None:
+        told = self._told(name)
+        return max(0, told - 1) if isinstance(told, int) else None
+
+    def _prompt_behind(self, text: str, token: int | None) -> dict[str, Json] | None:
+        prompt = bytes(self.fields.get("prompt", b"")).strip()
+        if prompt.startswith(b'"') and text:
+            return {"prompt": msgspec.json.encode(msgspec.json.decode(prompt, type=str) + text)}
+        if prompt.startswith(b"[") and token is not None:
+            return {"prompt": prompt[:-1] + b",%d]" % token}
+        return None
+
+    def _chat_behind(self, text: str) -> dict[str, Json] | None:
+        """The text as the beginning of the assistant's message. Templates strip messages."""
+        messages = bytes(self.fields["messages"]).strip()
+        goes_on = self._told("continue_final_message") or self._told("add_generation_prompt") is False
+        if goes_on or not text or text != text.strip() or not messages.endswith(b"}]"):
+            return None
+        said = msgspec.json.encode({"role": "assistant", "content": text})
+        told = {"continue_final_message": b"true", "add_generation_prompt": b"false"}
+        return {"messages": messages[:-1] + b"," + said + b"]", **told}
+
 
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 _OPENED = re.compile(rb"\[[ \t\r\n]*(.)")  # a list, and with what it begins
+_OF_REPLIES = ("presence_penalty", "frequency_penalty", "bad_words")  # go by what was replied, but not by the prompt
 _NUMBER_OR_END = b"-0123456789]"
 _NOT_TOLD = (b"null", b"false", b"[]", b"{}", b'""')
 _NEUTRAL: Mapping[str, object] = {

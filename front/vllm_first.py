@@ -60,6 +60,7 @@ class _Choice(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class _Transfer(msgspec.Struct):
@@ -175,6 +176,7 @@ class _StreamChoice(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_StreamChoice] = []
+    usage: _Usage | None = None
     error: object = None
 
 
@@ -183,20 +185,16 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class Behind:
-    """Takes what was sent out of decode's stream: the token's text from its first deltas, its id where ids are shown,
-    the chunk that says the role. All else goes on as it came, and nothing is looked at once the token is out."""
+class _Events:
+    """A stream's events, each once it is whole. `done`: the rest is passed on as it comes."""
 
-    def __init__(self, sent: FirstToken) -> None:
-        self._want = sent.text
-        self._token = sent.token if sent.shown else None  # as long as it is to come
+    def __init__(self) -> None:
         self._held = b""  # of an event that has not ended
         self._looked = 0  # bytes of it in which no end is
         self.done = False
-        self.began = False  # some of what was sent has been met
 
     def feed(self, data: bytes) -> bytes:
-        """What goes on to the client. Raises Unlike, SaidError."""
+        """What goes on to the client."""
         if self.done:
             return data
         given, self._held = self._held + data, b""
@@ -213,15 +211,30 @@ class Behind:
         out.append(given[start:])
         return b"".join(out)
 
+    def _hold(self, rest: bytes) -> None:
+        if len(rest) > MAX_EVENT_BYTES:
+            raise Unlike(f"decode's stream has an event of more than {MAX_EVENT_BYTES} bytes")
+        self._held, self._looked = rest, max(0, len(rest) - 3)
+
+    def _event(self, event: bytes, rest: bytes) -> bytes:
+        """What goes on of an event, behind which `rest` has come already."""
+        raise NotImplementedError
+
+
+class Behind(_Events):
+    """Takes what was sent out of decode's stream: the token's text from its first deltas, its id where ids are shown,
+    the chunk that says the role. All else goes on as it came, and nothing is looked at once the token is out."""
+
+    def __init__(self, sent: FirstToken) -> None:
+        """`feed` raises Unlike, SaidError."""
+        super().__init__()
+        self._want = sent.text
+        self._token = sent.token if sent.shown else None  # as long as it is to come
+
     def end(self) -> None:
         """Says that the stream is over."""
         if not self.done:
             raise Lost("its stream ended before it had the first token")
-
-    def _hold(self, rest: bytes) -> None:
-        if len(rest) > MAX_EVENT_BYTES:
-            raise Unlike(f"decode's first event has more than {MAX_EVENT_BYTES} bytes")
-        self._held, self._looked = rest, max(0, len(rest) - 3)
 
     def _event(self, event: bytes, rest: bytes) -> bytes:
         data = data_of(event)
@@ -262,11 +275,41 @@ class Behind:
         if text[:common] != self._want[:common]:
             raise Unlike(f"decode's reply begins with {text[:64]!r}, where {self._want!r} was sent")
         self._want, text = self._want[common:], text[common:]
-        self.began = self.began or common > 0 or bool(choice.token_ids)
         self.done = not self._want and self._token is None
         if not self.done and choice.finish_reason is not None:
             raise Unlike(f"decode's reply ended before {self._want!r} of what was sent")
         return text, ids
+
+
+class GoneOn(_Events):
+    """The stream of another reply that begins behind the token, as if it began with it: without the chunk that says
+    the role and the prompt's ids, its counts as those of one reply."""
+
+    def __init__(self, sent: FirstToken) -> None:
+        super().__init__()
+        self._prompt_tokens = sent.prompt_tokens
+
+    def _event(self, event: bytes, rest: bytes) -> bytes:
+        data = data_of(event)
+        if data is None or not (b'"usage"' in data or b'"role"' in data or b'"prompt_token_ids"' in data):
+            return event
+        try:
+            chunk, fields = _CHUNKS.decode(data), _FIELDS.decode(data)
+        except msgspec.DecodeError:
+            return event
+        if chunk.choices and _says_role(chunk.choices[0]):
+            return b""
+        if chunk.usage is not None:
+            replied = chunk.usage.completion_tokens + 1
+            told = {"prompt_tokens": self._prompt_tokens, "completion_tokens": replied}
+            told["total_tokens"] = self._prompt_tokens + replied
+            fields["usage"] = _json(_FIELDS.decode(fields["usage"]) | told)
+        choice = _FIELDS.decode(_LIST.decode(fields["choices"])[0]) if chunk.choices else {}
+        if choice.get("prompt_token_ids", _NULL) != _NULL:
+            fields["choices"] = _json([choice | {"prompt_token_ids": _NULL}])
+        elif chunk.usage is None:
+            return event
+        return b"data: " + _json(fields) + b"\n\n"
 
 
 def data_of(event: bytes) -> bytes | None:

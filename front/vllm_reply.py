@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
 import httpx
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.front.edge.metrics import CountedLeg, FirstTokenEnd
 from kvferry.front.vllm_body import Refusal
-from kvferry.front.vllm_first import Behind, FirstToken, Lost, SaidError, Unlike
+from kvferry.front.vllm_first import Behind, FirstToken, GoneOn, Lost, SaidError, Unlike
 from kvferry.waiting import within
 
 _log = logging.getLogger(__name__)
@@ -35,26 +35,35 @@ class DecodeAnswer(NamedTuple):
     at_once: AtOnce | None = None  # what follows `first`, where that is prefill's token; then `rest` is decode's
 
 
+GoOn = Callable[[FirstToken], Awaitable["DecodeAnswer | None"]]
+_FAILED = (SaidError, Lost, Refusal, httpx.TransportError, asyncio.TimeoutError)
+
+
 class AtOnce:
-    """Decode's stream behind prefill's token, which the client has, until decode says that it has it, too."""
+    """Decode's stream behind prefill's token, which the client has, until decode says that it has it, too.
+    go_on: asks for what is behind the token once more, where decode fails before; None: there is no way."""
 
     def __init__(
         self,
         sent: FirstToken,
         asking: asyncio.Task[DecodeAnswer],
         next_token_s: float,
+        go_on: GoOn,
         ended: Callable[[FirstTokenEnd], None],
     ) -> None:
         self._sent = sent
         self._asking = asking
         self._next_token_s = next_token_s
+        self._go_on = go_on
         self._ended = ended
+        self.other: DecodeAnswer | None = None  # whose rest follows, in the place of decode's
 
     async def pieces(self, counted: CountedLeg | None) -> AsyncIterator[bytes]:
-        """What goes to the client. Behind it the stream is decode's own. Raises BrokenOff."""
+        """What goes to the client, until nothing of it is left to be looked at. Raises BrokenOff."""
         try:
             async for piece in self._met():
                 yield piece
+            self._ended("met")
         except Unlike as error:
             self._ended("unlike")
             _log.error(
@@ -64,19 +73,27 @@ class AtOnce:
             )
             yield _error_event(f"the decode server went another way: {error}")
             raise BrokenOff(str(error)) from error
-        except SaidError as error:  # as without the token: the client hears what the server says
-            self._ended("lost")
-            yield error.event
-        except (Lost, Refusal, httpx.TransportError, asyncio.TimeoutError) as error:
-            self._ended("lost")
+        except _FAILED as error:
             if counted is not None:
                 counted.failed()
             why = str(error) or f"it said nothing for {self._next_token_s:g} s"
-            _log.warning("a reply broke off behind its first token: %s", why)
-            yield _error_event(f"the decode server failed: {why}")
+            _log.warning("behind its first token a decode server failed: %s", why)
+            self.other = await self._gone_on()
+            if self.other is not None:
+                return
+            self._ended("lost")
+            yield error.event if isinstance(error, SaidError) else _error_event(f"the decode server failed: {why}")
             raise BrokenOff(why) from error
-        else:
-            self._ended("met")
+
+    async def _gone_on(self) -> DecodeAnswer | None:
+        """Another server's reply behind the token, or the same's; None: there is no way."""
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
+        reply = await self._go_on(self._sent)
+        if reply is None:
+            return None
+        self._ended("gone_on")
+        return reply._replace(first=b"", rest=_filtered(GoneOn(self._sent), reply))
 
     async def _met(self) -> AsyncIterator[bytes]:
         behind = Behind(self._sent)
@@ -91,6 +108,14 @@ class AtOnce:
         behind.end()
 
 
+async def _filtered(events: GoneOn, reply: DecodeAnswer) -> AsyncIterator[bytes]:
+    piece: bytes | None = reply.first
+    while piece is not None:
+        if told := events.feed(piece):
+            yield told
+        piece = await anext(reply.rest, None)
+
+
 def _error_event(message: str) -> bytes:
     error = {"message": message, "type": "service_unavailable_error", "param": None, "code": 502}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
@@ -103,6 +128,7 @@ async def streamed(reply: DecodeAnswer, next_token_s: float) -> AsyncGenerator[b
     if reply.at_once is not None:
         async for piece in reply.at_once.pieces(reply.counted):
             yield piece
+        reply = reply.at_once.other or reply
     while True:
         try:
             chunk = await within(next_token_s, anext(reply.rest, None))

@@ -45,6 +45,9 @@ WAYS: dict[str, Callable[[int], Fields]] = {
     "until its end": lambda number: {"temperature": 0, "ignore_eos": False, "max_tokens": 40},
     "ends at once": lambda number: {"temperature": 0, "ignore_eos": False, "logit_bias": {"2": 100.0}},
     "logprobs": lambda number: {"temperature": 0, "logprobs": True, "top_logprobs": 2},
+    "text alone": lambda number: {"temperature": 0, "return_token_ids": False},
+    "prompt of ids": lambda number: {"temperature": 0},
+    "prompt of text": lambda number: {"temperature": 0.9, "seed": 50 + number},
 }
 if DEVICES:  # whose kernels cannot be interpreted
     WAYS["top p"] = lambda number: {"temperature": 0.9, "top_p": 0.9, "seed": number}
@@ -63,6 +66,7 @@ class Said:
     stopped_by: object = None
     prompt_tokens: int = 0
     reply_tokens: int = 0
+    chunks: list[object] = field(default_factory=list, compare=False)  # of a stream, but for their ids and times
 
 
 Replies = dict[tuple[str, int], Said]
@@ -71,18 +75,33 @@ Replies = dict[tuple[str, int], Said]
 
 def request_of(way: str, number: int) -> dict[str, object]:
     text = user_text(number, len(way), 40 + number % 50)
-    asked: dict[str, object] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}]}
+    prompts: dict[str, dict[str, object]] = {
+        "prompt of ids": {"prompt": [1000 + ord(letter) for letter in text]},
+        "prompt of text": {"prompt": text},
+    }
+    asked: dict[str, object] = {"model": MODEL_NAME}
+    asked |= prompts.get(way) or {"messages": [{"role": "user", "content": text}]}
     asked |= {"max_tokens": 10, "ignore_eos": True, "return_token_ids": True, **WAYS[way](number)}
     return asked
 
 
+def path_of(asked: Mapping[str, object]) -> str:
+    return CHAT if "messages" in asked else "/v1/completions"
+
+
+def ids_of(text: str, ids: list[int]) -> list[int]:
+    """Those of the tokens; where they are not told, the text in their place."""
+    return ids or list(text.encode())
+
+
 async def whole(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -> Said:
-    answer = await client.post(url + CHAT, json=asked)
+    answer = await client.post(url + path_of(asked), json=asked)
     if answer.status_code != 200:
         raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
     reply = answer.json()
     choice, usage = reply["choices"][0], reply["usage"]
-    said = Said(choice["token_ids"], choice["message"]["content"] or "", choice["finish_reason"])
+    text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
+    said = Said(ids_of(text, choice["token_ids"] or []), text, choice["finish_reason"])
     said.stopped_by, said.prompt_tokens = choice.get("stop_reason"), usage["prompt_tokens"]
     said.reply_tokens = usage["completion_tokens"]
     return said
@@ -91,14 +110,16 @@ async def whole(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -
 async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object]) -> Said:
     said = Said()
     body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
-    async for event in events(client, url + CHAT, json.dumps(body).encode()):
+    async for event in events(client, url + path_of(asked), json.dumps(body).encode()):
+        said.chunks.append({name: value for name, value in event.items() if name not in ("id", "created")})
         if usage := event.get("usage"):
             said.prompt_tokens, said.reply_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in event["choices"]:
             said.tokens += choice.get("token_ids") or []
-            said.text += choice["delta"].get("content") or ""
+            said.text += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
             said.reason = choice.get("finish_reason") or said.reason
             said.stopped_by = choice.get("stop_reason") or said.stopped_by
+    said.tokens = ids_of(said.text, said.tokens)
     return said
 
 
@@ -138,6 +159,12 @@ async def ask_all_in_a_storm(cluster: Cluster, ways: Sequence[str], count: int, 
     return got
 
 
+def at_once(front: str) -> list[str]:
+    """What the front end counts of replies that prefill's answer began."""
+    told = httpx.get(front + "/metrics", trust_env=False).text.splitlines()
+    return [line for line in told if line.startswith("kvferry_front_prefill_first_tokens_total") and line[-3:] != "0.0"]
+
+
 async def gap_at(url: str, way: str, number: int, place: int) -> float:
     """Between the two best log probabilities of this token, as one engine has them."""
     async with new_client() as client:
@@ -152,7 +179,7 @@ def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
     """How many are wrong, or failed: each is to be as in one of `wants`, the first of which says where it is not. What
     the one vLLM itself fails is not judged."""
     wrong = 0
-    log.add(f"{'':16}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}")
+    log.add(f"{'':16}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'chunk for chunk':>17}")
     for way in dict.fromkeys(way for way, _ in got):
         ours = [key for key in got if key[0] == way and all(want[key].tokens for want in wants)]
         if failed := [want[key].reason for want in wants for key in want if key[0] == way and not want[key].tokens]:
@@ -160,13 +187,17 @@ def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
         unlike = [key for key in ours if all(want[key] != got[key] for want in wants)]
         ties = sum(is_tie(log, url, key, wants[0][key], got[key]) for key in unlike)
         wrong += len(unlike) - ties
-        log.add(f"{way:16}{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}")
+        streams = [key for key in ours if got[key].chunks]
+        alike = sum(any(want[key].chunks == got[key].chunks for want in wants) for key in streams)
+        told = f"{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}{alike:10} of {len(streams)}"
+        log.add(f"{way:16}{told}")
     return wrong
 
 
 def is_tie(log: Log, url: str, key: tuple[str, int], want: Said, got: Said) -> bool:
     """Whether the two differ first where the two best logits are as good as one. Logs what is not."""
-    pairs = zip(want.tokens, got.tokens, strict=False)
+    told = WAYS[key[0]](key[1]).get("return_token_ids", True) and "prompt" not in request_of(*key)
+    pairs = zip(want.tokens, got.tokens, strict=False) if told else ()
     place = next((i for i, (left, right) in enumerate(pairs) if left != right), -1)
     gap = asyncio.run(gap_at(url, *key, place)) if place >= 0 else math.inf
     if gap >= TIE:
@@ -199,7 +230,7 @@ def main() -> int:
         got = asyncio.run(ask_all(cluster.front, args.ways, args.requests))
         wrong = judge(log, alone, [want, again], got)
         begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total")
-        log.add(f"begun behind prefill's token: {begun:.0f} of {len(got)}")
+        log.add(f"begun behind prefill's token: {begun:.0f} of {len(got)}", *at_once(cluster.front))
         if args.aborts or args.restarts:
             log.add(f"beside {args.aborts} clients that leave and {args.restarts} daemons that die:")
             got = asyncio.run(ask_all_in_a_storm(cluster, args.ways, args.requests, args.aborts, args.restarts))
