@@ -21,7 +21,8 @@ from kvferry.waiting import complete
 RETRY_SECONDS = 0.5
 REFUSED_RETRY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0  # of one try
-LATE_MS = 500  # an engine waits for no answer but Ready, and each wakes a thread of it
+LATE_MS = 500  # an engine with a daemon's pool waits for no answer but Ready, and each wakes a thread of it
+GIVE_BACK_MS = 10  # Ended gives an engine its own blocks back, for which other prompts may wait
 SETTLED_SECONDS = 600.0  # that an engine without requests may take to start
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def connector_of(
             facts,
             worker,
             deadline_s=deadline_s,
-            late_ms=LATE_MS,
+            late_ms=LATE_MS if own is None else GIVE_BACK_MS,
             own=None if own is None else own(),
             rank=rank,
         )
