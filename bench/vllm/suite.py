@@ -84,9 +84,8 @@ class Cases:
         with Cluster(spec) as cluster:
             cluster.kvferry()
             bad = self.served("evicting", cluster)
-            lines, failed = chaos.run_on(
-                cluster, reference.prompts, wanted, args.aborts, args.restarts, 4, CHAOS_TOKENS
-            )
+            faults = chaos.Faults(args.aborts, args.restarts, args.stops)
+            lines, failed = chaos.run_on(cluster, reference.prompts, wanted, faults, 4, CHAOS_TOKENS)
             self.logs["chaos"].add(*lines)
         return bad + failed + self.compared("evicting", args.small_blocks)
 
@@ -119,9 +118,7 @@ class Cases:
             cluster.nixl()
             self.results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", self.load, self.reference.said))
             if not self.opinions:
-                cluster.start_nixl_front()
-                asked = chaos.references(cluster.front, self.reference.prompts, CHAOS_TOKENS)
-                self.opinions = asyncio.run(asked)
+                self.opinions = chaos.opinions(cluster, self.reference.prompts, CHAOS_TOKENS)
 
     def compared(self, case: str, blocks: int) -> int:
         pair = [self.results[case, "nixl"], self.results[case, "kvferry"]]
@@ -146,6 +143,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefill-steps", type=int, default=hooks.PREFILL_STEPS)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--stops", type=int, default=8)
     parser.add_argument(
         "--cases", default="evicting,large", help="one of them alone leaves out what the other measures"
     )
