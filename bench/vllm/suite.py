@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import chaos
@@ -94,8 +94,7 @@ class Cases:
         self.without("large", 0)
         with tempfile.TemporaryDirectory() as times:
             os.environ["HOOK_TIMES"] = times
-            spec = Spec(connector_class="timed_connector:TimedConnector", pool=args.pool, extra=PATIENT)
-            with Cluster(spec) as cluster:
+            with Cluster(replace(hooks.TIMED, pool=args.pool, extra=PATIENT)) as cluster:
                 cluster.kvferry()
                 bad = self.served("large", cluster)
                 asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
