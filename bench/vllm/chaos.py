@@ -205,11 +205,20 @@ def held(name: str, side: cache_pb2.SideStats) -> list[str]:
     return found
 
 
+def ended(cluster: Cluster) -> list[str]:
+    """The engines that are no more, with their last words."""
+    codes = {engine: engine.popen.poll() for engine in cluster.engines.values()}
+    return [
+        f"{each.name} engine: it ended with {code}\n{each.tail()}" for each, code in codes.items() if code is not None
+    ]
+
+
 def leaks(cluster: Cluster) -> list[str]:
     """What is still held once everything should be at rest."""
     deadline = time.monotonic() + REST_SECONDS
     while True:
-        found = []
+        if found := ended(cluster):
+            return found
         for name in ("prefill", "decode"):
             for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 if value := cluster.metric(name, f"vllm:{metric}"):
@@ -264,6 +273,8 @@ def run_on(
     began = time.monotonic()
     asyncio.run(storm(run, cluster, asked, wanted, clients, tokens))
     seconds = time.monotonic() - began
+    if gone := ended(cluster):
+        return [f"{run}; in {seconds:.0f} s", *(f"  FAILED: {each}" for each in (*run.refused, *gone))], len(gone)
     leaked = leaks(cluster)
     before = done_by(cluster, "kvferry")
     replies = asyncio.run(references(cluster.front, asked, tokens))
