@@ -11,6 +11,8 @@ Second table, microseconds a call (CPU: of the processor, in the mean), from int
       prompts through one `PromptCache`; whole prompts by `prompt_digests`
   W2  prompts of 50,000 tokens, one of 20, and 4,500 of their own: `PromptCache`, `prompt_digests`; a request is either
       of them, then the tree's match, lock, insert and unlock
+  engine   on the engine's own thread, a new prompt of 9,248 token ids in a list: `PromptChain.prompt`, then the look-up
+      of its full pages, which are all held, in an index of 100,000 pages
   hashing  what C++ needs at best for the pages that were not hashed before, of the mean prompt
 """
 
@@ -19,16 +21,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import mmap
 from collections.abc import Callable, Iterator
 from time import perf_counter_ns, thread_time_ns
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import _core
+from kvferry.connectors.prompt_chain import PromptChain
 from kvferry.radix import DigestChain, PagedRadixTree, PagePool, PromptDigests, prompt_digests, root_digest
 from kvferry.radix.digests import DIGEST_BYTES, token_view
+from kvferry.radix.pool import PageState
 from kvferry.radix.prompt_cache import PromptCache
 
 NULL = b"\xf6"
@@ -37,6 +43,7 @@ SHA_NI_NS = {16: 126, 64: 291}
 VOCABULARY = 128_000
 SYSTEM, TURN, OUTPUT = 1024, 400, 200
 HEADS, HEAD, SUFFIX = 20, 50_000, 4_500
+PROMPT, PROMPTS, INDEXED = 9248, 100, 100_000  # tokens, prompts, pages
 BATCH = 100  # W2 prompts made at once: more than the processor's caches hold
 
 Tokens = NDArray[np.int64]
@@ -235,6 +242,33 @@ def w2(page_size: int, repetitions: int, requests: int) -> list[Line]:
     ]
 
 
+def engine(page_size: int, repetitions: int) -> list[Line]:
+    rng = np.random.default_rng(3)
+    prompts = [SimpleNamespace(all_token_ids=rng.integers(0, VOCABULARY, PROMPT).tolist()) for _ in range(PROMPTS)]
+    pool, memory = PagePool(INDEXED), mmap.mmap(-1, _core.HeldIndex.bytes_for(INDEXED))
+    index, space = _core.HeldIndex(memory), root_digest()
+    pool.publish(index)
+    reader = _core.HeldIndexReader(memory)
+
+    def hashed(prompt: Any) -> bytes:
+        return PromptChain(prompt, page_size, None).prompt(PROMPT).digests
+
+    def held(digests: bytes) -> None:
+        if reader.held_pages(digests, space) != PROMPT // page_size:
+            raise AssertionError("the index does not hold the prompt")
+
+    names = [hashed(prompt) for prompt in prompts]
+    for digests in names:
+        pages = pool.allocate(PROMPT // page_size)
+        pool.name_pages(pages, digests, space)
+        pool.move(pages, PageState.LEASED, PageState.CACHED)
+    return [
+        best_line(page_size, "engine, PromptChain.prompt", [timed(hashed, prompts) for _ in range(repetitions)],
+                  hashing_us(page_size, PROMPT)),
+        best_line(page_size, "engine, index of held pages", [timed(held, names) for _ in range(repetitions)], 0.0),
+    ]  # fmt: skip
+
+
 def print_chain(rows: list[Row]) -> None:
     print("page  pages  bytes/page  blocks/page  kvferry ns  hash limit ns  of limit  hashlib ns  portable ns")
     for r in rows:
@@ -274,7 +308,11 @@ def main() -> None:
     parser.add_argument("--format", choices=["table", "json"], default="table")
     args = parser.parse_args()
     rows = [measure(size, args.tokens, args.vocabulary, args.repetitions) for size in args.page_sizes]
-    lines = [line for size in args.page_sizes for line in w1(size, args.runs) + w2(size, args.runs, args.requests)]
+    lines = [
+        line
+        for size in args.page_sizes
+        for line in w1(size, args.runs) + w2(size, args.runs, args.requests) + engine(size, args.runs)
+    ]
     if args.format == "json":
         print(json.dumps({"chain": [row._asdict() for row in rows], "clients": [line._asdict() for line in lines]}))
         return

@@ -1,7 +1,10 @@
-"""Clients that leave and daemons that die, under load: no wrong token, no hang, nothing leaked.
+"""Clients that leave, daemons that die, daemons and engines that stand still, under load: no wrong token, no hang,
+nothing leaked.
 
-python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--ranks 2:1] [--output bench/results/vllm-chaos.txt]
+python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--stops 8] [--ranks 2:1] [--output FILE]
 
+A token that differs from one vLLM's is counted apart where a pair with NixlConnector says it, too. A stop is SIGSTOP
+and, seconds later, SIGCONT.
 VLLM_LEAVE_SECONDS: clients that leave do so within that time (4; no longer than a reply takes, or few of them leave).
 """
 
@@ -11,48 +14,69 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
-from cluster import Cluster, Log, Spec, ranks_of
+from cluster import Cluster, Engine, Log, Spec, ranks_of
 from compare import done_by
 
+from kvferry.daemon.cli.stack import Process
 from kvferry.proto import cache_pb2
 
 REQUEST_SECONDS = 180.0
 REST_SECONDS = 120.0
 LEAVE_SECONDS = float(os.environ.get("VLLM_LEAVE_SECONDS", "4"))
+STOP_SECONDS = (0.5, 8.0)  # at least, at most: a session is lost after 3, a request after its deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Of each prompt: what one vLLM alone answers, and a pair without kvferry, if it was asked."""
+    """Of each prompt: what one vLLM alone answers, and a pair with NixlConnector."""
 
     replies: list[Reply]
-    opinions: list[Reply] = field(default_factory=list)
+    opinions: list[Reply]
 
     def compare(self, comparison: Comparison, where: str, number: int, reply: Reply) -> None:
-        opinion = self.opinions[number] if self.opinions else None
-        comparison.add(f"{where}, prompt {number}", self.replies[number], reply, opinion)
+        comparison.add(f"{where}, prompt {number}", self.replies[number], reply, self.opinions[number])
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How many of each happen while clients ask."""
+
+    aborts: int
+    restarts: int
+    stops: int = 0
 
 
 @dataclass
 class Run:
-    aborts: int
-    restarts: int
+    faults: Faults
     done: int = 0
     aborted: int = 0
     restarted: int = 0
+    stopped: int = 0
+    longest: float = 0.0  # seconds of a reply
     refused: list[str] = field(default_factory=list)
     comparison: Comparison = field(default_factory=Comparison)
 
     @property
     def over(self) -> bool:
-        return self.aborted >= self.aborts and self.restarted >= self.restarts
+        faults = self.faults
+        return self.aborted >= faults.aborts and self.restarted >= faults.restarts and self.stopped >= faults.stops
+
+    def __str__(self) -> str:
+        stopped = f", {self.stopped} daemons or engines stopped for a while" if self.faults.stops else ""
+        return (
+            f"{self.done} requests finished, {self.aborted} aborted, {self.restarted} daemons killed and started"
+            f"{stopped}; the longest reply took {self.longest:.0f} s"
+        )
 
 
 def prompts(conversations: int, turns: int) -> list[Messages]:
@@ -79,13 +103,19 @@ async def references(url: str, asked: list[Messages], max_tokens: int) -> list[R
         return list(await asyncio.gather(*(one(messages) for messages in asked)))
 
 
+def opinions(cluster: Cluster, asked: list[Messages], max_tokens: int) -> list[Reply]:
+    """What a pair with NixlConnector, which is up, answers behind a front end."""
+    cluster.start_nixl_front()
+    return asyncio.run(references(cluster.front, asked, max_tokens))
+
+
 async def client_loop(
     run: Run, client: httpx.AsyncClient, url: str, asked: list[Messages], wanted: Wanted, seed: int, tokens: int
 ) -> None:
     chosen = random.Random(seed)
     while not run.over:
         number = chosen.randrange(len(asked))
-        leaves = run.aborted < run.aborts and chosen.random() < 0.6
+        leaves = run.aborted < run.faults.aborts and chosen.random() < 0.6
         sending = asyncio.create_task(streamed(client, url, body(asked[number], tokens), time.monotonic()))
         finished, _ = await asyncio.wait(
             {sending}, timeout=chosen.uniform(0.0, LEAVE_SECONDS) if leaves else REQUEST_SECONDS
@@ -104,18 +134,44 @@ async def client_loop(
             run.refused.append(f"prompt {number}: {type(error).__name__} {error}")
             continue
         run.done += 1
+        run.longest = max(run.longest, reply.seconds)
         wanted.compare(run.comparison, f"request {run.done}", number, reply)
 
 
 async def restart_loop(run: Run, cluster: Cluster) -> None:
+    """Kills and stops, one at a time: a daemon that stands still is not killed before it has gone on."""
     chosen = random.Random(5)
-    for number in range(run.restarts):
+    faults = [kill] * run.faults.restarts + [stop] * run.faults.stops
+    chosen.shuffle(faults)
+    for fault in faults:
         await asyncio.sleep(chosen.uniform(2.0, 8.0))
-        name = ("decode", "prefill")[number % 2]
-        await asyncio.to_thread(cluster.kill_daemon, name)
-        await asyncio.sleep(chosen.uniform(0.0, 3.0))
-        await asyncio.to_thread(cluster.start_daemon, name)
-        run.restarted += 1
+        await fault(run, cluster, chosen)
+
+
+async def kill(run: Run, cluster: Cluster, chosen: random.Random) -> None:
+    name = ("decode", "prefill")[run.restarted % 2]
+    await asyncio.to_thread(cluster.kill_daemon, name)
+    await asyncio.sleep(chosen.uniform(0.0, 3.0))
+    await asyncio.to_thread(cluster.start_daemon, name)
+    run.restarted += 1
+
+
+async def stop(run: Run, cluster: Cluster, chosen: random.Random) -> None:
+    """A daemon, its couriers going on, or all processes of an engine."""
+    places: list[tuple[dict[str, Engine] | dict[str, Process], str, Callable[[int, int], None]]] = [
+        (cluster.daemons, "decode", os.kill),
+        (cluster.daemons, "prefill", os.kill),
+        (cluster.engines, "decode", os.killpg),
+        (cluster.engines, "prefill", os.killpg),
+    ]
+    of, name, send = places[run.stopped % len(places)]
+    process = of[name].popen.pid
+    send(process, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(chosen.uniform(*STOP_SECONDS))
+    finally:
+        send(process, signal.SIGCONT)
+    run.stopped += 1
 
 
 async def storm(run: Run, cluster: Cluster, asked: list[Messages], wanted: Wanted, clients: int, tokens: int) -> None:
@@ -149,11 +205,20 @@ def held(name: str, side: cache_pb2.SideStats) -> list[str]:
     return found
 
 
+def ended(cluster: Cluster) -> list[str]:
+    """The engines that are no more, with their last words."""
+    codes = {engine: engine.popen.poll() for engine in cluster.engines.values()}
+    return [
+        f"{each.name} engine: it ended with {code}\n{each.tail()}" for each, code in codes.items() if code is not None
+    ]
+
+
 def leaks(cluster: Cluster) -> list[str]:
     """What is still held once everything should be at rest."""
     deadline = time.monotonic() + REST_SECONDS
     while True:
-        found = []
+        if found := ended(cluster):
+            return found
         for name in ("prefill", "decode"):
             for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 if value := cluster.metric(name, f"vllm:{metric}"):
@@ -168,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--stops", type=int, default=0, metavar="N", help="of daemons and engines, by turns")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--decode-blocks", type=int, default=64)
@@ -181,28 +247,34 @@ def main() -> int:
     log, ranks = Log(Path(args.output) if args.output else None), ranks_of(args.ranks)
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
-        wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
+        alone = asyncio.run(references(cluster.alone().url, asked, args.max_tokens))
+    with Cluster(Spec(decode_blocks=args.decode_blocks, ranks=ranks)) as cluster:
+        cluster.nixl()
+        wanted = Wanted(alone, opinions(cluster, asked, args.max_tokens))
     spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks, pool=args.pool)
     with Cluster(spec) as cluster:
         cluster.kvferry()
-        told, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
+        faults = Faults(args.aborts, args.restarts, args.stops)
+        told, failed = run_on(cluster, asked, wanted, faults, args.clients, args.max_tokens)
         log.add(*told)
         for number in range(args.rank_kills):
             cluster.kill_rank(name := ("decode", "prefill")[number % 2])
-            told, more = run_on(cluster, asked, wanted, args.aborts // 10, 0, args.clients, args.max_tokens)
+            told, more = run_on(cluster, asked, wanted, Faults(args.aborts // 10, 0), args.clients, args.max_tokens)
             log.add(f"a rank's process of {name} killed, the engine started anew:", *told)
             failed += more
     return 1 if failed else 0
 
 
 def run_on(
-    cluster: Cluster, asked: list[Messages], wanted: Wanted, aborts: int, restarts: int, clients: int, tokens: int
+    cluster: Cluster, asked: list[Messages], wanted: Wanted, faults: Faults, clients: int, tokens: int
 ) -> tuple[list[str], int]:
     """The storm on servers that are up: what to tell, and how much was wrong."""
-    run = Run(aborts, restarts)
+    run = Run(faults)
     began = time.monotonic()
     asyncio.run(storm(run, cluster, asked, wanted, clients, tokens))
     seconds = time.monotonic() - began
+    if gone := ended(cluster):
+        return [f"{run}; in {seconds:.0f} s", *(f"  FAILED: {each}" for each in (*run.refused, *gone))], len(gone)
     leaked = leaks(cluster)
     before = done_by(cluster, "kvferry")
     replies = asyncio.run(references(cluster.front, asked, tokens))
@@ -212,8 +284,7 @@ def run_on(
     idle = done.delta_pages + done.hit_tokens == 0  # no engine has found its way back to its daemon
     leaked += leaks(cluster)
     lines = [
-        f"{run.done} requests finished, {run.aborted} aborted, {run.restarted} daemons killed and started, "
-        f"in {seconds:.0f} s",
+        f"{run}; in {seconds:.0f} s",
         f"{run.comparison}; {len(run.refused)} requests failed; {len(leaked)} leaks; afterwards the decode daemon "
         f"received {done.delta_pages} pages and held {done.hit_tokens} tokens",
         *(["  MISSED: with all daemons back nothing is received or found"] if idle else []),

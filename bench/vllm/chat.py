@@ -225,9 +225,8 @@ class Comparison:
             self.tokens += 1
             if want.text == have.text:
                 continue
-            told = (
-                f"{where}, token {position}: {want.text!r} became {have.text!r}; the reference's gap is {want.gap:.2e}"
-            )
+            told = f"{where}, token {position}: {want.text!r} became {have.text!r}; the reference's gap is "
+            told += f"{want.gap:.2e}, its own {have.gap:.2e}"
             if want.gap < tie:
                 self.ties.append(told)
             elif opinion is not None and said(opinion, position + 1) == said(got, position + 1):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
-from chaos import LEAVE_SECONDS, Run, leaks, restart_loop
+from chaos import LEAVE_SECONDS, Faults, Run, leaks, restart_loop
 from chat import CHAT, MODEL_NAME, TIE, events, new_client, user_text
 from cluster import DEVICES, ROOT, SCHEDULER, Cluster, Log, Spec
 
@@ -153,7 +153,7 @@ async def leave(url: str, ways: Sequence[str], aborts: int) -> None:
 
 
 async def ask_all_in_a_storm(cluster: Cluster, ways: Sequence[str], count: int, aborts: int, restarts: int) -> Replies:
-    storm = Run(aborts, restarts)
+    storm = Run(Faults(aborts, restarts))
     asking = ask_all(cluster.front, ways, count)
     got, *_ = await asyncio.gather(asking, leave(cluster.front, ways, aborts), restart_loop(storm, cluster))
     return got

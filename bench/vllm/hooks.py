@@ -1,4 +1,5 @@
-"""CPU time of the connector's hooks against the steps' time, in a prefill and a decode engine under load.
+"""CPU time of the connector's hooks, and of what KVFerryScheduler adds, against the steps' time, in a prefill and a
+decode engine under load.
 
 python bench/vllm/hooks.py [--steps 2000] [--output bench/results/vllm-hooks.txt]
 
@@ -19,10 +20,11 @@ import time
 from pathlib import Path
 
 from chat import new_client, one_server, user_text
-from cluster import Cluster, Spec, machine
+from cluster import SCHEDULER, Cluster, Spec, machine
 from timed_steps import Step, blocks_of, read_steps
 
 LIMIT = 0.02
+TIMED = Spec(connector_class="timed_connector:TimedConnector", decode_flags=SCHEDULER)
 PREFILL_STEPS = 100  # a prompt has one or few, a reply one a token
 STEP_SECONDS = 1.0  # no step takes as long; what has not come by then is judged as missing
 
@@ -67,7 +69,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         os.environ["HOOK_TIMES"] = name
         folder = Path(name)
-        with Cluster(Spec(connector_class="timed_connector:TimedConnector")) as cluster:
+        with Cluster(TIMED) as cluster:
             cluster.kvferry()
             asyncio.run(load(cluster.front, folder, args.steps, args.prefill_steps, args.at_a_time))
         worst, told = judge_both(folder, args.steps, args.prefill_steps)

@@ -1,7 +1,7 @@
 """Engines whose caches are reset, as when their weights change: a pair through kvferry, token for token against one
 vLLM without a connector. The weights stay as they are, and so must the answers; what is shown is how pages are named.
 
-python bench/vllm/resets.py [--output FILE]
+python bench/vllm/resets.py [--ranks 2:2] [--output FILE]
 
 VLLM_PYTHON says which vLLM, as in cluster.py. Both engines have so few blocks that the daemons beside them keep most of
 the chats. vLLM for CPUs has no sleep mode (`/sleep` is a pause there), so that no memory is taken away.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 from chaos import leaks
 from chat import Comparison, Load, Reply, compared, new_client, run_chats, texts
-from cluster import PYTHON, Cluster, Spec, machine
+from cluster import PYTHON, Cluster, Spec, machine, ranks_of
 from versions import version_of
 
 SIDES = ("prefill", "decode")
@@ -219,8 +219,10 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    ranks = ranks_of(args.ranks)
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     with Cluster(Spec()) as cluster:
         url = cluster.alone().url
@@ -229,10 +231,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         files = {name: Path(folder) / f"{name}-weights" for name in SIDES}
         own = {name: {"weights_file": str(path)} for name, path in files.items()}
-        with Cluster(Spec(decode_blocks=BLOCKS, prefill_blocks=BLOCKS, extra_of=own)) as cluster:
+        with Cluster(Spec(decode_blocks=BLOCKS, prefill_blocks=BLOCKS, extra_of=own, ranks=ranks)) as cluster:
             cluster.kvferry()
             run = Run(cluster, files, references)
-            run.tell(f"{machine()}; vLLM {version_of(PYTHON)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC")
+            run.tell(
+                f"{machine()}; vLLM {version_of(PYTHON)}; ranks {args.ranks}; "
+                f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
+            )
             asyncio.run(run.steps())
             urls = [engine.url + "/health" for engine in cluster.engines.values()]
             healths = [httpx.get(url, trust_env=False, timeout=30.0).status_code for url in urls]

@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import chaos
@@ -84,9 +84,8 @@ class Cases:
         with Cluster(spec) as cluster:
             cluster.kvferry()
             bad = self.served("evicting", cluster)
-            lines, failed = chaos.run_on(
-                cluster, reference.prompts, wanted, args.aborts, args.restarts, 4, CHAOS_TOKENS
-            )
+            faults = chaos.Faults(args.aborts, args.restarts, args.stops)
+            lines, failed = chaos.run_on(cluster, reference.prompts, wanted, faults, 4, CHAOS_TOKENS)
             self.logs["chaos"].add(*lines)
         return bad + failed + self.compared("evicting", args.small_blocks)
 
@@ -95,8 +94,7 @@ class Cases:
         self.without("large", 0)
         with tempfile.TemporaryDirectory() as times:
             os.environ["HOOK_TIMES"] = times
-            spec = Spec(connector_class="timed_connector:TimedConnector", pool=args.pool, extra=PATIENT)
-            with Cluster(spec) as cluster:
+            with Cluster(replace(hooks.TIMED, pool=args.pool, extra=PATIENT)) as cluster:
                 cluster.kvferry()
                 bad = self.served("large", cluster)
                 asyncio.run(hooks.load(cluster.front, Path(times), args.steps, args.prefill_steps, 4))
@@ -119,9 +117,7 @@ class Cases:
             cluster.nixl()
             self.results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", self.load, self.reference.said))
             if not self.opinions:
-                cluster.start_nixl_front()
-                asked = chaos.references(cluster.front, self.reference.prompts, CHAOS_TOKENS)
-                self.opinions = asyncio.run(asked)
+                self.opinions = chaos.opinions(cluster, self.reference.prompts, CHAOS_TOKENS)
 
     def compared(self, case: str, blocks: int) -> int:
         pair = [self.results[case, "nixl"], self.results[case, "kvferry"]]
@@ -146,6 +142,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefill-steps", type=int, default=hooks.PREFILL_STEPS)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--stops", type=int, default=8)
     parser.add_argument(
         "--cases", default="evicting,large", help="one of them alone leaves out what the other measures"
     )

@@ -1,5 +1,6 @@
-"""The connector with its hooks timed: CPU seconds of each step, to a file a process. In a decode engine the hooks of
-every other block of steps do nothing unless there is something to be done, so that the steps' times can be compared.
+"""The connector with its hooks timed, and what KVFerryScheduler adds to vLLM's: CPU seconds of each step, to a file a
+process. In a decode engine the hooks of every other block of steps do nothing unless there is something to be done, so
+that the steps' times can be compared.
 """
 
 from __future__ import annotations
@@ -12,15 +13,27 @@ from typing import Any
 from timed_steps import StepClock
 
 from kvferry.connectors.vllm.connector import KVFerryConnector, KVFerryMetadata
+from kvferry.connectors.vllm.scheduler import KVFerryScheduler
 
 SCHEDULER = (
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "update_connector_output",
+    "request_finished",
     "request_finished_all_groups",
+    "reset_cache",
+    "reports_now",
+    "take_first_tokens",
+    "count_first_token",
 )
-WORKER = ("start_load_kv", "get_finished", "get_block_ids_with_load_errors", "build_connector_worker_meta")
+WORKER = (
+    "start_load_kv",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "get_kv_connector_stats",
+)
 LAST = ("update_connector_output", "build_connector_worker_meta")
 
 
@@ -36,15 +49,17 @@ class TimedConnector(KVFerryConnector):
         # prefill's chunks are saved at every step
         self._clock = StepClock(file, always=vllm_config.kv_transfer_config.kv_role == "kv_producer")
         for name in (*SCHEDULER, *WORKER):
-            setattr(self, name, self._timed(getattr(self, name), last=name in LAST))
+            setattr(self, name, self.timed(getattr(self, name), last=name in LAST))
 
-    def _timed(self, hook: Callable[..., Any], *, last: bool = False) -> Callable[..., Any]:
+    def timed(self, hook: Callable[..., Any], *, last: bool = False) -> Callable[..., Any]:
+        """A hook whose time counts, once where it is called within another."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
+            before, began = self._clock.spent, time.thread_time()
             try:
                 return hook(*args, **kwargs)
             finally:
-                self._clock.spent += time.thread_time() - began
+                self._clock.spent = before + time.thread_time() - began
                 if last:
                     self._clock.last_hook(time.monotonic())
 
@@ -54,15 +69,23 @@ class TimedConnector(KVFerryConnector):
         self._clock.begin(time.monotonic(), scheduler_output.total_num_scheduled_tokens)
         if not (self._clock.runs or self._deciding._orders or scheduler_output.preempted_req_ids):
             return KVFerryMetadata()
-        return self._timed(super().build_connector_meta)(scheduler_output)
+        return self.timed(super().build_connector_meta)(scheduler_output)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._clock.begin(time.monotonic(), 1)
         if self._clock.runs or connector_metadata.orders.orders or connector_metadata.orders.preempted:
-            self._timed(super().bind_connector_metadata)(connector_metadata)
+            self.timed(super().bind_connector_metadata)(connector_metadata)
         else:
             self._connector_metadata = connector_metadata
 
     def wait_for_save(self) -> None:
         if self._clock.runs or self._working.awaits_step:
-            self._timed(super().wait_for_save)()
+            self.timed(super().wait_for_save)()
+
+
+def _timed_addition(scheduler: KVFerryScheduler, outputs: Any, ours: TimedConnector) -> None:
+    ours.timed(_addition)(scheduler, outputs, ours)
+
+
+_addition = KVFerryScheduler._add
+KVFerryScheduler._add = _timed_addition  # type: ignore[method-assign]

@@ -55,8 +55,12 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        if (ours := self._kvferry) is None:
-            return outputs
+        if self._kvferry is not None:
+            self._add(outputs, self._kvferry)
+        return outputs
+
+    def _add(self, outputs: dict[int, EngineCoreOutputs], ours: KVFerryConnector) -> None:
+        """All that is done here behind vLLM's own step."""
         # Another connector beside it has words of its own with a step's reports.
         if self.connector is ours and (late := ours.reports_now()) is not None:
             self._update_from_kv_xfer_finished(late)
@@ -65,7 +69,6 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
                 told = outputs.setdefault(request.client_index, EngineCoreOutputs())
                 told.outputs.append(self._begin_behind(request, token, told.timestamp))
                 ours.count_first_token()
-        return outputs
 
     @property
     def _vocabulary(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from kvferry.proto import cache_pb2
 from tests.bench.scripts import imported
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("chat", "cluster", "timed_steps", "compare", "hooks", "chaos", "greedy", "demo", "suite")
 
 
@@ -126,6 +128,30 @@ def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleN
     clock.begin(1.04, 5)
     clock.begin(9.0, 1)  # it had no last hook
     assert file.getvalue().splitlines() == ["0 0.040000 0.0030000 1 3", "1 7.960000 0.0000000 1 5"]
+
+
+def methods_of(path: str, name: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {node.name for node in found.body if isinstance(node, ast.FunctionDef) if not node.name.startswith("__")}
+
+
+def test_every_hook_of_a_step_is_timed() -> None:
+    """What the connector has, but for what runs when an engine starts or ends, and what does nothing."""
+    source = ast.parse((ROOT / "bench/vllm/timed_connector.py").read_text())
+    listed = {
+        name
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("SCHEDULER", "WORKER")
+        for name in ast.literal_eval(node.value)
+    }
+    timed = listed | methods_of("bench/vllm/timed_connector.py", "TimedConnector")
+    left = {name for name in methods_of("connectors/vllm/connector.py", "KVFerryConnector") - timed if name[0] != "_"}
+    assert left == {
+        *("set_xfer_handshake_metadata", "bind_gpu_block_pool", "begin_with_first_tokens", "decodes"),
+        *("register_kv_caches", "get_handshake_metadata", "shutdown", "build_prom_metrics"),
+        *("wait_for_layer_load", "save_kv_layer", "build_kv_connector_stats"),
+    }
 
 
 # -- chaos -------------------------------------------------------------------------------------------------------------

@@ -84,3 +84,13 @@ def test_routers_of_others_stand_before_it_as_they_are(which: Callable[[], str],
 @pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
 def test_engines_that_are_reset_find_nothing_of_before_and_agree_by_name(which: Callable[[], str]) -> None:
     succeeds("resets.py", [], VLLM_PYTHON=str(python_of(which())))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
+def test_pages_of_random_requests_are_named_by_vllms_formula(which: Callable[[], str]) -> None:
+    words = [str(python_of(which())), str(ROOT / "tests" / "connectors" / "vllm" / "chains.py"), "100000"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
