@@ -7,8 +7,8 @@
 With --beside in the same run: the decode server without a front end, and behind a proxy of uvicorn and httpx that
 passes one call on and reads nothing. The second line: short streams, of which the front end's own work is nearly all.
 
-The prefill server answers after `--prefill-ms`, the decode server begins then, or `--behind-ms` later, and sends a chunk
-every `--every-ms`. For the first token at once: --front "--first-token prefill" --behind-ms 20.
+The prefill server answers after `--prefill-ms`, the decode server begins then, or `--behind-ms` later, and sends chunks
+every `--every-ms`. The first token at once: --front "--first-token prefill" --behind-ms 20.
 Both, and the client, are processes of their own that parse no JSON. Cores: CPU seconds of the front end's processes, by
 /proc, over the seconds that passed.
 """

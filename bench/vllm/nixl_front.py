@@ -10,9 +10,9 @@ import contextlib
 import sys
 
 from kvferry.front import vllm_server
+from kvferry.front.upstream.legs import Legs, Server
 from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_body import Body, Refusal
-from kvferry.front.vllm_legs import Legs, Server
 from kvferry.front.vllm_places import Place
 from kvferry.front.vllm_reply import DecodeAnswer
 from kvferry.pauses import short_collections
