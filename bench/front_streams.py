@@ -7,7 +7,8 @@
 With --beside in the same run: the decode server without a front end, and behind a proxy of uvicorn and httpx that
 passes one call on and reads nothing. The second line: short streams, of which the front end's own work is nearly all.
 
-The prefill server answers after `--prefill-ms`, the decode server begins then and sends a chunk every `--every-ms`.
+The prefill server answers after `--prefill-ms`, the decode server begins then, or `--behind-ms` later, and sends chunks
+every `--every-ms`. The first token at once: --front "--first-token prefill" --behind-ms 20.
 Both, and the client, are processes of their own that parse no JSON. Cores: CPU seconds of the front end's processes, by
 /proc, over the seconds that passed.
 """
@@ -35,7 +36,14 @@ from starlette.types import Receive, Scope, Send
 from kvferry.daemon.cli.stack import Stack
 from kvferry.front.server import listen
 
-ANSWER = json.dumps({"choices": [{"text": " a"}], "kv_transfer_params": {"do_remote_prefill": True}}).encode()
+ANSWER = json.dumps(
+    {
+        "id": "cmpl-0123456789abcdef",
+        "model": "m",
+        "choices": [{"text": " word", "finish_reason": "length"}],
+        "kv_transfer_params": {"do_remote_prefill": True},
+    }
+).encode()
 CHUNK = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1790000000,"model":"m","choices":'
     b'[{"index":0,"text":" word","logprobs":null,"finish_reason":null}],"usage":null}' + b"\n\n"
@@ -54,6 +62,7 @@ class Load:
     every_s: float
     prefill_s: float
     seconds: float
+    behind_s: float = 0.0  # decode's first chunk behind prefill's answer
 
 
 def chunked(data: bytes) -> bytes:
@@ -83,14 +92,15 @@ class Stub(asyncio.Protocol):
             if head.startswith(b"get"):
                 self._transport.write(OK % 2 + b"{}")
             elif self._streams:
-                loop.call_later(self._load.prefill_s, self._chunk, 0)
+                self._transport.write(HEAD)
+                loop.call_later(self._load.prefill_s + self._load.behind_s, self._chunk, 0)
             else:
                 loop.call_later(self._load.prefill_s, self._transport.write, OK % len(ANSWER) + ANSWER)
 
     def _chunk(self, number: int) -> None:
         if self._transport.is_closing():
             return
-        text = (HEAD if number == 0 else b"") + chunked(CHUNK)
+        text = chunked(CHUNK)
         if number + 1 >= self._load.chunks:
             self._transport.write(text + chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n")
             return
@@ -212,11 +222,13 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=128)
     parser.add_argument("--every-ms", type=float, default=12.0)
     parser.add_argument("--prefill-ms", type=float, default=100.0)
+    parser.add_argument("--behind-ms", type=float, default=0.0, help="decode's first chunk behind prefill's answer")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--front", default="", help="more flags of kvferry front")
     parser.add_argument("--beside", action="store_true", help="the same without a front end and behind a bare proxy")
     args = parser.parse_args()
-    load = Load(args.streams, args.tokens, args.chunks, args.every_ms / 1e3, args.prefill_ms / 1e3, args.seconds)
+    waits = args.every_ms / 1e3, args.prefill_ms / 1e3
+    load = Load(args.streams, args.tokens, args.chunks, *waits, args.seconds, args.behind_ms / 1e3)
     prefill, decode = started(serve, load, False), started(serve, load, True)
     print(
         f"python {' '.join(sys.argv)}\n{platform.machine()}, {os.cpu_count()} cores, "

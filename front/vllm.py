@@ -18,11 +18,11 @@ import httpx
 
 from kvferry import tracing
 from kvferry.front.edge.metrics import FrontMetrics, Role
+from kvferry.front.first_token.answer import SentToken, as_whole_reply, first_token_of
 from kvferry.front.upstream.connections import Connections
+from kvferry.front.upstream.legs import Away, Calls, Legs, PrefillHalf, Server, VllmPrefillFailed, timeout_of
 from kvferry.front.upstream.names import NamedServers
 from kvferry.front.vllm_body import Body, Refusal
-from kvferry.front.vllm_first import FirstToken, as_whole_reply, first_token_of
-from kvferry.front.vllm_legs import Away, Calls, Legs, Prefilled, Server, VllmPrefillFailed, timeout_of
 from kvferry.front.vllm_places import Place
 from kvferry.front.vllm_reply import AtOnce, DecodeAnswer, GoOn, StreamedReply, streamed
 from kvferry.proto.limits import REQUEST_ID_BYTES
@@ -223,7 +223,7 @@ class VllmFront:
 
     async def _soonest(
         self,
-        prefilled: Prefilled,
+        prefilled: PrefillHalf,
         asking: asyncio.Task[DecodeAnswer],
         headed: asyncio.Future[DecodeAnswer],
         body: Body,
@@ -257,7 +257,7 @@ class VllmFront:
         return reply
 
     async def _gone_on(
-        self, stack: contextlib.AsyncExitStack, decode: Server, legs: Legs, body: Body, sent: FirstToken
+        self, stack: contextlib.AsyncExitStack, decode: Server, legs: Legs, body: Body, sent: SentToken
     ) -> DecodeAnswer | None:
         """What is behind the token, from another decode server, or the same; None: nobody has a way."""
         asked = body.behind(sent.text, sent.token) if sent.prompt_tokens else None

@@ -14,8 +14,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvferry.front.edge.metrics import CountedLeg, FirstTokenEnd
+from kvferry.front.first_token.answer import SentToken
+from kvferry.front.first_token.behind import Behind, GoneOn, Lost, SaidError, Unlike
 from kvferry.front.vllm_body import Refusal
-from kvferry.front.vllm_first import Behind, FirstToken, GoneOn, Lost, SaidError, Unlike
 from kvferry.waiting import within
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class DecodeAnswer(NamedTuple):
     at_once: AtOnce | None = None  # what follows `first`, where that is prefill's token; then `rest` is decode's
 
 
-GoOn = Callable[[FirstToken], Awaitable["DecodeAnswer | None"]]
+GoOn = Callable[[SentToken], Awaitable["DecodeAnswer | None"]]
 _FAILED = (SaidError, Lost, Refusal, httpx.TransportError, asyncio.TimeoutError)
 
 
@@ -45,7 +46,7 @@ class AtOnce:
 
     def __init__(
         self,
-        sent: FirstToken,
+        sent: SentToken,
         asking: asyncio.Task[DecodeAnswer],
         next_token_s: float,
         go_on: GoOn,

@@ -10,9 +10,11 @@ import contextlib
 import sys
 
 from kvferry.front import vllm_server
-from kvferry.front.vllm import DecodeAnswer, Server, VllmConfig, VllmFront
+from kvferry.front.upstream.legs import Legs, Server
+from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_body import Body, Refusal
 from kvferry.front.vllm_places import Place
+from kvferry.front.vllm_reply import DecodeAnswer
 from kvferry.pauses import short_collections
 
 FROM_NOWHERE: dict[str, object] = {
@@ -29,7 +31,7 @@ class NixlFront(VllmFront):
     """One leg behind the other."""
 
     async def _both(
-        self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs, body: Body
+        self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: Legs, body: Body
     ) -> DecodeAnswer:
         half = body.first_token(FROM_NOWHERE)
         prefill.running += 1
@@ -40,7 +42,7 @@ class NixlFront(VllmFront):
         if reply.status_code != 200:
             raise Refusal(502, f"prefill answered {reply.status_code}: {reply.text[:200]}")
         params = reply.json()["kv_transfer_params"]
-        return await self._begun(stack, decode, legs, body.whole(params))
+        return await self.calls.begun(stack, decode, legs, body.whole(params))
 
 
 def main() -> int:

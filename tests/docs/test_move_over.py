@@ -54,7 +54,7 @@ def test_the_new_daemons_flags_are_taken(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_proxy_for_nixlconnector_hands_on_what_decode_takes() -> None:
     asked = prefill_half(FROM_A_PROXY)
     assert asked is not None and decode_half(FROM_A_PROXY, "") is None
-    told = json.loads(json.dumps(answer(asked, "prefill")))  # by way of the proxy
+    told = json.loads(json.dumps(answer(asked, "prefill", 7)))  # by way of the proxy
     half = decode_half(told, "")
     assert half is not None and half.name == asked.name and half.prefill == "prefill"
     assert prefill_half(told) is None

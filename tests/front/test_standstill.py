@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.front import legs as front_legs
 from kvferry.front.errors import ApiError
-from kvferry.front.vllm import DecodeAnswer, VllmConfig, VllmFront
-from kvferry.front.vllm_places import Place
+from kvferry.front.vllm_reply import DecodeAnswer, streamed
 from kvferry.proto import engine_pb2
 from tests.support.standstill import StandStill, jumping_clock
 
@@ -85,9 +84,7 @@ def test_the_rest_of_a_reply_comes_behind_a_standstill(stand_still: StandStill) 
         yield b"two"
 
     async def story() -> None:
-        front = VllmFront(VllmConfig(prefill=(), decode=(Place("http://a"),), next_token_s=WITHIN))
         reply = DecodeAnswer(cast(Any, None), b"", chunks())
-        assert [chunk async for chunk in front._stream(reply)] == [b"one", b"two"]
-        await front.close()
+        assert [chunk async for chunk in streamed(reply, WITHIN)] == [b"one", b"two"]
 
     asyncio.run(story())

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry.front.upstream.legs import Server
 from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
-from kvferry.front.vllm_legs import Server
 from kvferry.front.vllm_places import Place
 from tests.front.test_vllm_first import heard
 from tests.front.test_vllm_front import CHAT, ask, serving

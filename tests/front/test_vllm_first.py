@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.front.first_token.answer import SentToken, first_token_of, parse_answer
+from kvferry.front.first_token.behind import Behind, Lost, SaidError, Unlike
 from kvferry.front.vllm_body import parse_body
-from kvferry.front.vllm_first import Behind, FirstToken, Lost, SaidError, Unlike, first_token_of, parse_answer
 
 HEAD = {"id": "x", "object": "chunk", "created": 1, "model": "m"}
 DONE = b"data: [DONE]\n\n"
@@ -31,8 +32,8 @@ ROLE = event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
 
 
-def sent(text: str, token: int | None = None) -> FirstToken:
-    return FirstToken(text, b"", token, token is not None, 3)
+def sent(text: str, token: int | None = None) -> SentToken:
+    return SentToken(text, b"", token, token is not None, 3)
 
 
 def cut(behind: Behind, pieces: list[bytes]) -> bytes:
@@ -146,7 +147,7 @@ def answered(**fields: Any) -> bytes:
     return json.dumps({**HEAD, "choices": [choice], "kv_transfer_params": told, "usage": usage, **fields}).encode()
 
 
-def token_of(data: bytes, *, shows_ids: bool = False) -> FirstToken | None:
+def token_of(data: bytes, *, shows_ids: bool = False) -> SentToken | None:
     answer = parse_answer(data)
     assert answer is not None
     return first_token_of(answer, shows_ids=shows_ids)

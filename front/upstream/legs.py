@@ -13,9 +13,9 @@ import httpx
 
 from kvferry import tracing
 from kvferry.front.edge.metrics import CountedLeg, FrontMetrics, Role
+from kvferry.front.first_token.answer import PrefillAnswer, parse_answer
 from kvferry.front.upstream.connections import Connections
 from kvferry.front.vllm_body import Refusal
-from kvferry.front.vllm_first import PrefillAnswer, parse_answer
 from kvferry.front.vllm_places import Place
 from kvferry.front.vllm_reply import DecodeAnswer
 
@@ -55,7 +55,7 @@ class Legs(NamedTuple):
         return {**headers, "authorization": self.authorization} if self.authorization else headers
 
 
-class Prefilled(NamedTuple):
+class PrefillHalf(NamedTuple):
     response: httpx.Response
     answer: PrefillAnswer
 
@@ -75,12 +75,12 @@ class Calls:
     clock: Callable[[], float]
     first_token_s: float
 
-    async def prefilled(self, server: Server, legs: Legs, body: bytes) -> Prefilled:
+    async def prefilled(self, server: Server, legs: Legs, body: bytes) -> PrefillHalf:
         """A prefill server's answer, behind which its pages are sent. VllmPrefillFailed."""
         with tracing.span("prefill leg", legs.traceparent, "client", server=server.url) as span:
             return await self._prefilled_under(server, legs._replace(traceparent=span.traceparent), body)
 
-    async def _prefilled_under(self, server: Server, leg: Legs, body: bytes) -> Prefilled:
+    async def _prefilled_under(self, server: Server, leg: Legs, body: bytes) -> PrefillHalf:
         server.running += 1
         counted = self.metrics.leg("prefill", server.place.told)
         try:
@@ -93,7 +93,7 @@ class Calls:
         answer = parse_answer(reply.content)
         if answer is None or answer.kv_transfer_params is None:
             raise VllmPrefillFailed("answered without kv_transfer_params: its pages are not sent")
-        return Prefilled(reply, answer)
+        return PrefillHalf(reply, answer)
 
     async def _posted(self, counted: CountedLeg, server: Server, leg: Legs, body: bytes) -> httpx.Response:
         try:
