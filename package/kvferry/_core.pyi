@@ -248,7 +248,7 @@ class GpuCopyEngine:
         *,
         buffer_bytes: int = 16777216,
         buffers: int = 4,
-        deep_buffers: int = 12,
+        deep_buffers: int = 8,
         deep_piece_bytes: int = 196608,
         small_bytes: int = 2097152,
         growth: int = 4,
