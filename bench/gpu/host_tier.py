@@ -33,7 +33,6 @@ from unittest import mock
 import torch
 
 from kvferry._core import GpuCopyEngine
-
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory import gpu_ranks
