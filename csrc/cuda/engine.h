@@ -97,8 +97,6 @@ class GpuCopyEngine {
   // Whether a kernel would wait now, since others hold every multiprocessor: so would a staged copy.
   bool busy();
   GpuStream stream() const { return stream_; }
-  // That copies begin on; `stream` is the first.
-  std::array<GpuStream, 3> streams() const { return {stream_, lanes_[0].stream, lanes_[1].stream}; }
   const std::shared_ptr<GpuDevice>& device() const { return device_; }
   std::array<StrategyCount, kStrategies> counts() const;
   std::map<std::string, uint64_t> fallbacks() const;
