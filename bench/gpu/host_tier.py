@@ -4,8 +4,8 @@
                                   [--buffers 8x16 12x8 12x16]
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
-standstill of the event loop meanwhile, and what the driver takes to allocate pinned memory itself (1 GiB, in this run).
-The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
+standstill of the event loop meanwhile, what lies in huge pages, and what the driver takes to allocate pinned memory
+itself (1 GiB, in this run). The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
 way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
 (--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all; once for each of --buffers,
@@ -181,6 +181,12 @@ async def stalls(longest: list[float]) -> None:
         longest[0] = max(longest[0], time.perf_counter() - before - 0.001)
 
 
+def in_huge_pages() -> float:
+    """GiB of this process's anonymous memory."""
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) / MIB for line in lines if line.startswith("AnonHugePages:"))
+
+
 async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> None:
     geometry, _ = SHAPES[name]
     tier, cache = tier_of(memory, nbytes)
@@ -194,7 +200,8 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
     print(
         f"pages of {name}, {which}: first GiB {times[0]:.2f} s, {cache.host.pages * geometry.page_bytes / GIB:.0f} GiB "
         f"{times[-1]:.2f} s = {nbytes / GIB / times[-1]:.1f} GiB/s; loop stood still {1e3 * longest[0]:.1f} ms; "
-        f"resident {resident / GIB:.1f} GiB, and {taken() - before:.0f} MiB of the GPU's memory",
+        f"resident {resident / GIB:.1f} GiB, {in_huge_pages():.1f} of them in huge pages, and "
+        f"{taken() - before:.0f} MiB of the GPU's memory",
         flush=True,
     )
     began = time.perf_counter()
