@@ -5,7 +5,8 @@
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
 standstill of the event loop meanwhile, what lies in huge pages, and what the driver takes to allocate pinned memory
-itself (1 GiB, in this run). The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
+itself (1 GiB, in this run). The first time a virtual machine may have to get its memory from its host, at the host's
+speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
 way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
 (--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all; once for each of --buffers,
