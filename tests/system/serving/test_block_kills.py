@@ -30,6 +30,8 @@ from tests.system.serving.test_engine_blocks import DEVICES
 
 LATE_WRITES_SECONDS = 0.3
 UP_SECONDS = 40.0
+START_SECONDS = 120.0  # of an engine in a process of its own
+HERE = 0
 SEEN, TRIES = 3, 15  # hand-overs in which a copy was under way, of so many at most
 ROLES = ("prefill", "decode")
 Victim = Callable[[Pair], int]
@@ -279,6 +281,7 @@ def engine_of_its_own(role: str, socket: str, device: str, size: Size, first: in
         at = ROLES.index(role)
         engine = BlockEngine(role, socket, BLOCK_TOKENS[at], size.blocks[at], device, size.share)
         await engine.connect()
+        pipe.send(HERE)
         for number in range(first, first + TRIES):
             prompt, name = Prompt(size.tokens, number), name_of(number)
             if role == "prefill":
@@ -308,6 +311,17 @@ class EngineOfItsOwn:
         self.process.start()
         theirs.close()  # its end is then heard
 
+    async def here(self) -> EngineOfItsOwn:
+        assert await self.heard() == HERE, "the engine does not come up"
+        return self
+
+    async def heard(self) -> int | None:
+        """What it says next; None: nothing, since it has ended, or in so long."""
+        try:
+            return self.pipe.recv() if await asyncio.to_thread(self.pipe.poll, START_SECONDS) else None
+        except EOFError:
+            return None
+
     async def hand_over(self, number: int, happens: Callable[[int], Coroutine[Any, Any, None]]) -> tuple[bool, bool]:
         """Whether a copy was under way when it happened to the process, and whether the hand-over went well."""
         prompt, name, gate = Prompt(self.size.tokens, number), name_of(number), asyncio.Event()
@@ -326,8 +340,8 @@ class EngineOfItsOwn:
             self.pipe.send("go on")
         try:
             await half
-            well = await asyncio.to_thread(self.pipe.poll, UP_SECONDS) and self.pipe.recv() == number
-        except (RequestFailed, EOFError):
+            well = await self.heard() == number
+        except RequestFailed:
             well = False
         await released(self.other, name)
         return seen, well
@@ -349,7 +363,7 @@ def test_an_engine_that_is_killed_and_another(stack: Stack, devices: tuple[str, 
         pair = size.pair(stack, devices)
         seen = 0
         for number in range(1, 1 + TRIES):
-            engine = EngineOfItsOwn(pair, role, size, number)
+            engine = await EngineOfItsOwn(pair, role, size, number).here()
             if number == 1:
                 await engine.other.connect()
             copying, well = await engine.hand_over(number, killed)
@@ -380,7 +394,7 @@ def test_an_engine_that_stands_still_and_goes_on(stack: Stack, devices: tuple[st
         pair = size.pair(stack, devices)
         engine, seen = EngineOfItsOwn(pair, role, size, 1), 0
         try:
-            await engine.other.connect()
+            await (await engine.here()).other.connect()
             for number in range(1, 1 + TRIES):
                 copying, well = await engine.hand_over(number, lambda pid: stands_still(pid, 1.0))
                 assert well, f"hand-over {number} failed"
