@@ -21,7 +21,7 @@ from kvferry.transfer.geometry.registration import (
 from kvferry.transfer.mapping.ipc_memory import Exporter
 
 
-class Segment(TypedDict):
+class TorchSegment(TypedDict):
     """What torch tells of an allocation of its own (`torch.cuda.memory_snapshot`), as far as is asked for here."""
 
     address: int
@@ -33,7 +33,7 @@ class Segment(TypedDict):
 OF_NO_POOL = (0, 0)
 
 
-def why_unnamed(address: int, segments: Iterable[Segment]) -> str:
+def why_unnamed(address: int, segments: Iterable[TorchSegment]) -> str:
     """What keeps the memory at this address from having a name for other processes."""
     for segment in segments:
         if not segment["address"] <= address < segment["address"] + segment["total_size"]:
@@ -67,7 +67,7 @@ def registered(blocks: BlockMap, geometry: KVGeometry, device: int) -> EnginePoo
             try:
                 handle, offset = exporter.export(base, nbytes)
             except OSError as error:
-                segments = cast("list[Segment]", torch.cuda.memory_snapshot())
+                segments = cast("list[TorchSegment]", torch.cuda.memory_snapshot())
                 raise OSError(f"{error}; {why_unnamed(base, segments)}") from error
             ends[handle] = max(ends.get(handle, 0), offset + nbytes)
             tensors.append(RegisteredTensor(list(ends).index(handle), offset, stride, cache.block_bytes, number))

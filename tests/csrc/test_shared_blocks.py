@@ -14,7 +14,7 @@ import pytest
 from kvferry._core import GpuCopyEngine
 from kvferry.connectors import gpu_blocks
 from kvferry.connectors.blocks import BlockMap
-from kvferry.connectors.gpu_blocks import Segment, registered
+from kvferry.connectors.gpu_blocks import TorchSegment, registered
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.registration import GpuAllocation
 from kvferry.transfer.mapping import ipc_memory
@@ -55,7 +55,7 @@ def test_memory_without_a_name_is_refused_by_what_makes_it_so(
     monkeypatch.setattr(ipc_memory, "GpuCopyEngine", lambda device: GpuCopyEngine(device, library))
     memory = GpuCopyEngine(0, library).allocate(NBYTES)
     told = [
-        Segment(address=memory.address + at, total_size=size, is_expandable=expandable, segment_pool_id=pool)
+        TorchSegment(address=memory.address + at, total_size=size, is_expandable=expandable, segment_pool_id=pool)
         for at, size, expandable, pool in segments
     ]
     cuda = SimpleNamespace(memory_snapshot=lambda: told)
