@@ -1,11 +1,12 @@
 """Delta pages between two daemons on two GPUs: gather, NIXL WRITE and scatter, from the worker's report to Ready.
 
-    python bench/gpu/delta.py [--devices cuda:0,cuda:1] [--gib 1] [--pools daemon,engine]
+    python bench/gpu/delta.py [--devices cuda:0,cuda:1] [--gib 1] [--pools daemon,engine] [--fragments 8,8x4]
 
 Two `kvferry serve` processes and this one, which is both workers: it fills a prompt's pages in the prefill daemon's
 pool, asks for them at the decode daemon, and compares every byte of both pools afterwards. Page ids are scattered on
-both sides, and the pools are layer-major: a page is 64 fragments. With the pool `engine` both sides' pages are blocks
-of the workers', in 64 tensors, which the requests name; what its messages take is taken from the other pool's row.
+both sides, and the pools are layer-major: a page is 64 fragments of so many KiB, or with 8x4 16, those of 8 layers, of
+4 KiB: 64 KiB. With the pool `engine` both sides' pages are blocks of the workers', in a tensor for each fragment of a
+page, which the requests name; what its messages take is taken from the other pool's row.
 
 `ready` is the time from the report that all pages are computed to the Ready that the decode worker gets. Of it,
 `messages` is what the same takes for a prompt of which no page is missing: gRPC from worker to daemon, daemon to
@@ -32,18 +33,17 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import grpc.aio
 import numpy as np
 import torch
+from awake import awake
 from nodes import Options, bench
 from rates import SCATTERED_LISTS, TLS, RatesActor, scattered_writes
 
@@ -59,49 +59,69 @@ from kvferry.transfer.geometry.kv_geometry import KVGeometry
 
 MIB = 1 << 20
 LAYERS = 32
-TENSORS = 2 * LAYERS
 PAGE_SIZE = 16
 HEAD_DIM = 128
-FRAGMENTS_KIB = (8, 32, 64, 256, 2048)
+FRAGMENTS = "8,32,64,256,2048"
 WARM_UPS = 2
 ROUNDS = 7
 BATCH = 128  # small prompts at a time
 POISON = 0x5A5A5A5A5A5A5A5A
-AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A page: a fragment of so many KiB for each layer's keys, and for its values."""
+
+    layers: int
+    kib: int
+
+    @staticmethod
+    def of(word: str) -> Shape:
+        """ "8x4": layers and KiB, "32": KiB."""
+        layers, _, kib = word.rpartition("x")
+        return Shape(int(layers or LAYERS), int(kib))
+
+    @property
+    def tensors(self) -> int:
+        return 2 * self.layers
+
+    @property
+    def page_bytes(self) -> int:
+        return self.tensors * self.kib * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     pool: str
-    fragment_kib: int
     pages: int
     ready_s: float  # median
     messages_s: float
     stages: dict[str, float]  # mean seconds of a part
 
 
-def facts(heads: int, pool: str) -> common_pb2.NamespaceFacts:
-    geometry = common_pb2.Geometry(layers=LAYERS, kv_heads=heads, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2)
+def facts(shape: Shape, pool: str) -> common_pb2.NamespaceFacts:
+    heads = shape.kib * 1024 // (PAGE_SIZE * HEAD_DIM * 2)
+    geometry = common_pb2.Geometry(layers=shape.layers, kv_heads=heads, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2)
     if pool == "engine":
         geometry.layout, geometry.page_size = common_pb2.LAYOUT_ENGINE, PAGE_SIZE
     made = common_pb2.NamespaceFacts(
         model=f"bench-{heads}", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=bytes(32)
     )
     if pool == "engine":
-        made.engine_layout = f"{TENSORS} tensors of blocks"
+        made.engine_layout = f"{shape.tensors} tensors of blocks"
     return made
 
 
 class Side:
     """One daemon and this process as its worker; memory: its blocks, where the pool is its own."""
 
-    def __init__(self, client: DaemonClient, memory: torch.Tensor | None) -> None:
+    def __init__(self, client: DaemonClient, memory: torch.Tensor | None, tensors: int) -> None:
         self.client = client
         self.pages = client.welcome.pages
         self.in_blocks = memory is not None
         if memory is None:
             memory = torch.as_tensor(client.pools.memories[0])
-        self.tensor = memory.view(torch.int64).view(TENSORS, self.pages, -1)  # layer-major
+        self.tensor = memory.view(torch.int64).view(tensors, self.pages, -1)  # layer-major
         self.device = memory.device
         self.products = [factors_on(memory.device)]
 
@@ -122,19 +142,20 @@ async def connected(stack: Stack, role: str, device: str, shape: common_pb2.Name
         geometry = KVGeometry.from_proto(shape.geometry)
         memory, own = own_blocks(geometry, blocks, torch.device(device))
     client = await DaemonClient.connect(socket, as_role, shape, "bench", deadline_s=60, own=own)
-    return Side(client, memory)
+    return Side(client, memory, 2 * shape.geometry.layers)
 
 
 def own_blocks(geometry: KVGeometry, blocks: int, device: torch.device) -> tuple[torch.Tensor, EnginePools]:
     """As an engine has them: a tensor of all blocks for each layer's keys, and for its values."""
+    tensors = 2 * geometry.layers
     if device.type == "cpu":
-        own = make_block_files(geometry, PAGE_SIZE, blocks, [TENSORS], "/dev/shm")
+        own = make_block_files(geometry, PAGE_SIZE, blocks, [tensors], "/dev/shm")
         return torch.as_tensor(own.pools.memories[0]), own
-    nbytes = geometry.page_bytes // TENSORS
-    memory = torch.empty(TENSORS * blocks * nbytes, dtype=torch.uint8, device=device)
-    bases = memory.data_ptr() + np.arange(TENSORS, dtype=np.int64) * blocks * nbytes
+    nbytes = geometry.page_bytes // tensors
+    memory = torch.empty(tensors * blocks * nbytes, dtype=torch.uint8, device=device)
+    bases = memory.data_ptr() + np.arange(tensors, dtype=np.int64) * blocks * nbytes
     order = np.repeat(np.arange(PAGE_SIZE, dtype=np.int32), nbytes // PAGE_SIZE)
-    places = BlockMap(bases, np.full(TENSORS, nbytes, np.int64), nbytes, blocks, PAGE_SIZE, 1, order)
+    places = BlockMap(bases, np.full(tensors, nbytes, np.int64), nbytes, blocks, PAGE_SIZE, 1, order)
     return memory, registered(places, geometry, device.index)
 
 
@@ -175,13 +196,11 @@ async def stages(address: str) -> dict[str, float]:
     return {stage.stage: stage.mean_ms / 1e3 for side in stats.sides for stage in side.admit_to_ready.stages}
 
 
-async def measure(kib: int, pool: str, messages_s: float, args: argparse.Namespace) -> Row:
+async def measure(page: Shape, pool: str, messages_s: float, args: argparse.Namespace) -> Row:
     """messages_s: where the pool's row has to be told."""
-    heads = kib * 1024 // (PAGE_SIZE * HEAD_DIM * 2)
-    page_bytes = TENSORS * kib * 1024
-    pages = max(1, int(args.gib * (1 << 30)) // page_bytes)
+    pages = max(1, int(args.gib * (1 << 30)) // page.page_bytes)
     there = 2 * pages + 16
-    own = ["--storage", "layer", "--pool-bytes", str(there * page_bytes)]
+    own = ["--storage", "layer", "--pool-bytes", str(there * page.page_bytes)]
     flags = ["--pool", "engine"] if pool == "engine" else own
     sending, receiving = args.devices.split(",")
     with Stack() as stack:
@@ -189,7 +208,7 @@ async def measure(kib: int, pool: str, messages_s: float, args: argparse.Namespa
         address = stack.ready(first)
         second = daemon(stack, "decode", receiving, flags, ["--peer", f"prefill={address}"], args)
         decode_address = stack.ready(second)
-        shape, blocks = facts(heads, pool), there if pool == "engine" else 0
+        shape, blocks = facts(page, pool), there if pool == "engine" else 0
         prefill = await connected(stack, "prefill", sending, shape, blocks)
         decode = await connected(stack, "decode", receiving, shape, blocks)
         try:
@@ -209,7 +228,7 @@ async def measure(kib: int, pool: str, messages_s: float, args: argparse.Namespa
         finally:
             for side in (prefill, decode):
                 await side.client.close()
-        return Row(pool, kib, pages, statistics.median(times), statistics.median(floor), found)
+        return Row(pool, pages, statistics.median(times), statistics.median(floor), found)
 
 
 async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
@@ -221,7 +240,7 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     source = torch.tensor(sent or begun.pages, device=prefill.tensor.device)
     prefill.tensor[:, source] = torch.randint(1 << 62, (pages,), device=source.device)[None, :, None]
     prefill.tensor[:, source] += torch.arange(prefill.tensor.shape[2], device=source.device)
-    prefill.tensor[:, source] += torch.arange(TENSORS, device=source.device)[:, None, None] << 32
+    prefill.tensor[:, source] += torch.arange(len(prefill.tensor), device=source.device)[:, None, None] << 32
     if check:
         decode.tensor.fill_(POISON)
     synchronize(prefill.device, decode.device)
@@ -289,7 +308,7 @@ def synchronize(*devices: torch.device) -> None:
 
 def compare(prefill: Side, decode: Side, source: torch.Tensor, pages: tuple[int, ...]) -> None:
     target = torch.tensor(pages, device=decode.tensor.device)
-    for tensor in range(TENSORS):
+    for tensor in range(len(prefill.tensor)):
         moved = decode.tensor[tensor, target].to(source.device)
         if not torch.equal(moved, prefill.tensor[tensor, source]):
             raise AssertionError(f"tensor {tensor}: the pages differ")
@@ -331,7 +350,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="of a prompt's pages")
     parser.add_argument("--slot-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--fragments", default=",".join(map(str, FRAGMENTS_KIB)), metavar="KIB,...")
+    parser.add_argument("--fragments", default=FRAGMENTS, metavar="KIB,LAYERSxKIB,...")
     parser.add_argument("--pools", default="daemon", metavar="daemon,engine", help="whose they are, in this order")
     parser.add_argument("--awake", action="store_true", help="keep the processors from being halted")
     parser.add_argument("--direct", choices=("on", "off"), default="on", help="also NIXL alone")
@@ -342,50 +361,6 @@ def main() -> int:
         if args.awake:
             processors = ended.enter_context(awake())
         return measure_all(args, processors)
-
-
-@contextlib.contextmanager
-def awake() -> Iterator[str]:
-    """Half of the processors for this thread and the processes that it starts, kept from being halted; says so."""
-    before = os.sched_getaffinity(0)
-    taken = set(sorted(before)[: max(1, len(before) // 2)])
-    with contextlib.ExitStack() as ended:
-        groups = ended.enter_context(without_autogroup())
-        os.sched_setaffinity(0, taken)
-        ended.callback(os.sched_setaffinity, 0, before)
-        for processor in taken:
-            ended.callback(halt, spinner(processor))
-        yield f"{len(taken)} of {len(before)} processors, kept from being halted{groups}"
-
-
-@contextlib.contextmanager
-def without_autogroup() -> Iterator[str]:
-    try:
-        before = AUTOGROUP.read_text()
-        AUTOGROUP.write_text(before)  # whether it can be
-    except OSError as error:
-        yield f" (autogroup is as it was: {error.strerror})"
-        return
-    try:
-        AUTOGROUP.write_text("0")
-        yield ""
-    finally:
-        AUTOGROUP.write_text(before)
-
-
-def spinner(processor: int) -> subprocess.Popen[bytes]:
-    """A process that takes what nobody else wants of a processor, until this one ends."""
-    idle = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
-    spin = f"while os.getppid() == {os.getpid()}:\n    for _ in range(10**6): pass"
-    code = f"import os\n{idle}\nos.sched_setaffinity(0, {{{processor}}})\n{spin}"
-    return subprocess.Popen([sys.executable, "-c", code])
-
-
-def halt(spinning: subprocess.Popen[bytes]) -> None:
-    if spinning.poll() is not None:
-        print(f"a process that was to spin has ended with status {spinning.returncode}", file=sys.stderr)
-    spinning.kill()
-    spinning.wait()
 
 
 def direct_writes(sizes_kib: list[int], nbytes: int) -> dict[int, tuple[float, float]]:
@@ -412,27 +387,28 @@ def measure_all(args: argparse.Namespace, processors: str) -> int:
         f"products: {rested * 1e3:.2f} ms, {nbytes / rested / 1e9:.0f} GB/s"
     )
     print(processors)
-    sizes = [int(kib) for kib in args.fragments.split(",")]
+    shapes = [Shape.of(word) for word in args.fragments.split(",")]
     direct = args.direct == "on" and "cpu" not in args.devices
-    writes = direct_writes(sizes, nbytes) if direct else {}
+    writes = direct_writes(list({shape.kib: None for shape in shapes}), nbytes) if direct else {}
     print(
-        "pool    fragment   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy, after products     wanted  "
-        "NIXL  lists  stages of a part, mean us"
+        "pool    fragments of a page   pages  ready ms  GB/s  messages  moved  GB/s  of peer copy, after products     "
+        "wanted  NIXL  lists  stages of a part, mean us"
     )
     missed = 0
-    messages: dict[int, float] = {}
-    for kib, pool in itertools.product(sizes, args.pools.split(",")):
-        row = asyncio.run(measure(kib, pool, messages.get(kib, 0.0), args))
-        messages[kib] = row.messages_s
-        payload = row.pages * TENSORS * kib * 1024
+    messages: dict[Shape, float] = {}
+    for shape, pool in itertools.product(shapes, args.pools.split(",")):
+        row = asyncio.run(measure(shape, pool, messages.get(shape, 0.0), args))
+        messages[shape] = row.messages_s
+        payload = row.pages * shape.page_bytes
         moved_s = row.ready_s - row.messages_s
-        rate, wanted = payload / moved_s / 1e9, 250 if kib >= 64 else 227
+        rate, wanted = payload / moved_s / 1e9, 250 if shape.kib >= 64 else 227
         missed += rate < wanted
-        alone = " ".join(f"{each / 1e9:5.0f}" for each in writes.get(kib, ()))
+        alone = " ".join(f"{each / 1e9:5.0f}" for each in writes.get(shape.kib, ()))
         shares = f"{rate * limit / payload * 1e9:13.0%} {rate * rested / payload * 1e9:15.0%}"
         shown = ", ".join(f"{name} {row.stages[name] * 1e6:.0f}" for name in ("gather", "write", "scatter", "publish"))
         print(
-            f"{row.pool:7} {kib:5} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} {payload / row.ready_s / 1e9:5.0f} "
+            f"{row.pool:7} {shape.tensors:8} x {shape.kib:4} KiB {row.pages:7} {row.ready_s * 1e3:9.2f} "
+            f"{payload / row.ready_s / 1e9:5.0f} "
             f"{row.messages_s * 1e3:9.2f} {moved_s * 1e3:6.2f} {rate:5.0f} {shares}   "
             f"{wanted} {'ok' if rate >= wanted else 'MISS':4} {alone:11}  {shown}",
             flush=True,

@@ -1,13 +1,16 @@
 """The host tier beside one GPU: how fast it comes to be, and its copies against the link.
 
     python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only growth copies beside] [--strategies auto staged]
+                                  [--buffers 8x16 12x8 12x16]
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
-standstill of the event loop meanwhile, and what the driver takes to allocate pinned memory itself (1 GiB, in this run).
-The first time a virtual machine may have to get its memory from its host, at the host's speed: the same again tells.
+standstill of the event loop meanwhile, what lies in huge pages, and what the driver takes to allocate pinned memory
+itself (1 GiB, in this run). The first time a virtual machine may have to get its memory from its host, at the host's
+speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
 way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
-(--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all.
+(--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all; once for each of --buffers,
+which are staging buffers of restores and their MiB. Each tells the GPU memory that it took.
 """
 
 from __future__ import annotations
@@ -26,21 +29,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
+from unittest import mock
 
 import torch
 
+from kvferry._core import GpuCopyEngine
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
+from kvferry.daemon.memory import gpu_ranks
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.gpu_probe import near_cpus
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.radix.tree import RESTORE, SPILL
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
 from kvferry.transfer.geometry.pool_shape import PoolShape
+from kvferry.transfer.host_tier.copy_plan import GpuCopies
 from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT, STRATEGIES
 from kvferry.transfer.host_tier.rows import AnonymousRows
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 SHAPES = {
     "2 MiB": (KVGeometry(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16), 64),
     "64 KiB": (KVGeometry(layers=16, kv_heads=2, head_dim=64, dtype="bfloat16", page_size=8), 1024),
@@ -145,6 +152,29 @@ def tier_of(memory: GpuPoolMemory, nbytes: int) -> tuple[HostTier, Cache]:
     return HostTier(memory, rows, pages, checksums=False, near=near_cpus([0])), cache
 
 
+def taken() -> float:
+    """MiB of the device's memory that anybody has."""
+    free, whole = torch.cuda.mem_get_info()
+    return (whole - free) / MIB
+
+
+@contextlib.contextmanager
+def staging(words: str) -> Iterator[None]:
+    """Restores are staged in so many buffers of so many MiB ("8x16"), or ("") as a daemon's are."""
+    if not words:
+        yield
+        return
+    buffers, size = map(int, words.split("x"))
+
+    def made(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
+        restores = GpuCopyEngine(ordinal, deep_buffers=buffers, buffer_bytes=size * MIB)
+        return GpuCopies(GpuCopyEngine(ordinal, deep_buffers=gpu_ranks.SPILL_BUFFERS)), GpuCopies(restores)
+
+    print(f"restores staged in {buffers} buffers of {size} MiB:", flush=True)
+    with mock.patch.object(gpu_ranks, "copiers", made):
+        yield
+
+
 async def stalls(longest: list[float]) -> None:
     while True:
         before = time.perf_counter()
@@ -152,10 +182,16 @@ async def stalls(longest: list[float]) -> None:
         longest[0] = max(longest[0], time.perf_counter() - before - 0.001)
 
 
+def in_huge_pages() -> float:
+    """GiB of this process's anonymous memory."""
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) / MIB for line in lines if line.startswith("AnonHugePages:"))
+
+
 async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> None:
     geometry, _ = SHAPES[name]
     tier, cache = tier_of(memory, nbytes)
-    longest, times = [0.0], []
+    longest, times, before = [0.0], [], taken()
     watching = asyncio.create_task(stalls(longest))
     began = time.perf_counter()
     await tier.grow(cache, bytes(32), lambda: times.append(time.perf_counter() - began))
@@ -165,7 +201,8 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
     print(
         f"pages of {name}, {which}: first GiB {times[0]:.2f} s, {cache.host.pages * geometry.page_bytes / GIB:.0f} GiB "
         f"{times[-1]:.2f} s = {nbytes / GIB / times[-1]:.1f} GiB/s; loop stood still {1e3 * longest[0]:.1f} ms; "
-        f"resident {resident / GIB:.1f} GiB",
+        f"resident {resident / GIB:.1f} GiB, {in_huge_pages():.1f} of them in huge pages, and "
+        f"{taken() - before:.0f} MiB of the GPU's memory",
         flush=True,
     )
     began = time.perf_counter()
@@ -243,6 +280,7 @@ async def rates(seconds: float, peaks: dict[str, float], steps: Steps | None = N
     for name, (geometry, _) in SHAPES.items():
         with contextlib.closing(pool_of(geometry)) as memory:
             tier, cache = tier_of(memory, TIER_BYTES)
+            before = taken()
             await tier.grow(cache, bytes(32), lambda: None)
             for what, ways in WAYS.items():
                 await copies(name, ways, 0.5, tier, cache)
@@ -252,7 +290,8 @@ async def rates(seconds: float, peaks: dict[str, float], steps: Steps | None = N
                 told = f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link"
                 print(told + (f"; a step {median(steps.told()):.2f} ms" if steps is not None else ""), flush=True)
             used = {each: counts.bytes for each, counts in memory.copy_statistics().strategies.items() if counts.bytes}
-            print("  " + ", ".join(f"{each} {nbytes / GIB:.0f} GiB" for each, nbytes in used.items()), flush=True)
+            ways_used = ", ".join(f"{each} {nbytes / GIB:.0f} GiB" for each, nbytes in used.items())
+            print(f"  {ways_used}; {taken() - before:.0f} MiB of the GPU's memory", flush=True)
             await tier.close()
 
 
@@ -273,6 +312,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--strategies", nargs="+", choices=(AUTO, *STRATEGIES), default=[AUTO, *STRATEGIES])
+    parser.add_argument("--buffers", nargs="+", default=[""], help="of restores, and their MiB: 8x16 12x8")
     parser.add_argument("--decode-steps", action="store_true", help="only steps, until stdin ends")
     args = parser.parse_args()
     if args.decode_steps:
@@ -288,7 +328,9 @@ def main() -> None:
     if "copies" in args.only:
         asyncio.run(rates(args.seconds, peaks))
     if "beside" in args.only:
-        asyncio.run(beside_steps(args.seconds, peaks, args.strategies))
+        for words in args.buffers:
+            with staging(words):
+                asyncio.run(beside_steps(args.seconds, peaks, args.strategies))
 
 
 if __name__ == "__main__":

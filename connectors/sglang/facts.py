@@ -184,10 +184,7 @@ def registration(blocks: BlockMap, geometry: KVGeometry, device: int) -> Callabl
         try:
             return registered(blocks, geometry, device)
         except (OSError, ValueError) as error:
-            raise NotServed(
-                f"the KV cache cannot be shared with the daemon: {error}; start SGLang without its memory saver and "
-                "without expandable segments"
-            ) from error
+            raise NotServed(f"the KV cache cannot be shared with the daemon: {error}") from error
 
     register()  # it is refused at the start, or never
     return register

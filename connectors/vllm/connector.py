@@ -264,7 +264,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         name = f"vllm {self._engine}"[:128]
         own = None
         if self._settings.pool == "engine":
-            own = vllm_facts.own_blocks(kv_caches, self._kv_cache_config, blocks, facts.geometry)
+            own = vllm_facts.own_blocks(self._vllm_config, kv_caches, self._kv_cache_config, blocks, facts.geometry)
         rank = vllm_facts.rank_of(self._vllm_config, self._engine, self._daemon_role)
         connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
         self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)

@@ -201,12 +201,17 @@ def mover_of(kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap) 
 
 
 def own_blocks(
-    kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap, geometry: KVGeometry
+    vllm_config: Any, kv_caches: dict[str, Any], kv_cache_config: Any, blocks: BlockMap, geometry: KVGeometry
 ) -> Callable[[], EnginePools]:
     """Registers the engine's blocks with a daemon, each time that it is called. Unfit where they cannot be."""
     device = _cache_of(kv_caches, kv_cache_config.kv_cache_groups[0].layer_names[0]).device
     if device.type == "cpu":
         raise Unfit("kv_connector_extra_config.pool is 'engine'; blocks in the machine's memory are no other process's")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise Unfit(
+            "kv_connector_extra_config.pool is 'engine', and sleep mode is on: the KV cache is taken away while vLLM "
+            "sleeps, and the daemon has it mapped; start vLLM without --enable-sleep-mode, or set pool to 'daemon'"
+        )
     from kvferry.connectors.gpu_blocks import registered
 
     def register() -> EnginePools:
@@ -216,8 +221,8 @@ def own_blocks(
             raise Unfit(f"kv_connector_extra_config.pool is 'engine', and {error}: set it to 'daemon'") from error
         except OSError as error:
             raise Unfit(
-                f"kv_connector_extra_config.pool is 'engine', and the KV cache cannot be shared: {error}; start vLLM "
-                "without sleep mode and expandable segments, or set pool to 'daemon'"
+                f"kv_connector_extra_config.pool is 'engine', and the KV cache cannot be shared: {error}; or set pool "
+                "to 'daemon'"
             ) from error
 
     register()  # it is refused at the start, or never

@@ -1,4 +1,4 @@
-// Memory of a GPU and events, of this process and of others.
+// Memory of a GPU, of this process and of others.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -85,13 +85,6 @@ nb::bytes read(Engine& engine, int64_t address, int64_t nbytes) {
   nb::gil_scoped_release release;
   engine.small().read(to, GpuAddress(address), size_t(nbytes));
   return data;
-}
-
-void hold_for(Engine& engine, const GpuIpcEvent& event, std::optional<int64_t> stream) {
-  if (stream) return event.hold(any_stream_at(*stream));
-  for (const GpuStream own : engine.get().streams()) event.hold(own);
-  event.hold(engine.parts().stream(PartDirection::kGather));
-  event.hold(engine.parts().stream(PartDirection::kScatter));
 }
 
 // Pins a buffer, which stays exported as long as this lives: its owner cannot unmap or resize it. Both take the driver up
@@ -198,17 +191,7 @@ void bind_engine(nb::class_<Engine>& engine) {
            "Bytes free on the device, and all it has.")
       .def("read", &read, "address"_a, "nbytes"_a, R"(
            At most 4096 bytes of the device, at once: it waits for nothing that was issued before. GpuError: not done in
-           10 s. GIL released. The address is the caller's word.)")
-      .def("make_ipc_event", [](Engine& self) { return std::make_unique<GpuIpcEvent>(self.device()); })
-      .def("open_ipc_event",
-           [](Engine& self, const nb::bytes& handle) {
-             return std::make_unique<GpuIpcEvent>(self.device(), read_value<GpuIpcHandle>("handle", handle));
-           },
-           "handle"_a,
-           "Another process's. GpuError: this process's own. That of a process which has ended may open, as done.")
-      .def("hold", &hold_for, "event"_a, "stream"_a = nb::none(), R"(
-           What is issued to `stream` from now on runs after the event's last record; None: to any of the engine's own
-           streams. The host does not wait.)");
+           10 s. GIL released. The address is the caller's word.)");
 }
 
 }  // namespace
@@ -241,16 +224,6 @@ void bind_gpu_memory(nb::module_& m, nb::class_<Engine>& engine) {
       .def_prop_ro("__cuda_array_interface__",
                    [](const OwnedMapping& self) { return array_interface(open_one(self).address(), self->size()); },
                    "As that of GpuMemory.");
-
-  nb::class_<GpuIpcEvent>(m, "GpuIpcEvent", R"(
-      A point in the work of a stream that other processes' streams wait for (`GpuCopyEngine.hold`). The process that
-      made it must outlive its use. An event stands for the record that was last when a wait was issued: who waits must
-      know (by a message) that `record` has returned.)")
-      .def_prop_ro("handle", [](const GpuIpcEvent& self) { return bytes_of(self.handle()); },
-                   "64 bytes by which other processes open it.")
-      .def("record", [](GpuIpcEvent& self, int64_t stream) { self.record(any_stream_at(stream)); }, "stream"_a,
-           "After what was issued to `stream` (0: the default one) until now.")
-      .def("done", &GpuIpcEvent::done, "Whether the last record's point was reached; True if there is none.");
 
   nb::class_<PinnedBuffer>(m, "PinnedBuffer", R"(
       A writable buffer, pinned and exported as long as this lives: anonymous or shared memory (/dev/shm, memfd).

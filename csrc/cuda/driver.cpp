@@ -55,8 +55,6 @@ const Name kNames[] = {
     {ENTRY(ipc_export), "cuIpcGetMemHandle", 4010, "hipIpcGetMemHandle", false},
     {ENTRY(ipc_open), "cuIpcOpenMemHandle", 11000, "hipIpcOpenMemHandle", false},
     {ENTRY(ipc_close), "cuIpcCloseMemHandle", 4010, "hipIpcCloseMemHandle", false},
-    {ENTRY(ipc_export_event), "cuIpcGetEventHandle", 4010, "hipIpcGetEventHandle", false},
-    {ENTRY(ipc_open_event), "cuIpcOpenEventHandle", 4010, "hipIpcOpenEventHandle", false},
     {ENTRY(copy_pitched), "cuMemcpy2DAsync", 3020, "hipMemcpyParam2DAsync", false},
     {ENTRY(copy_pitched_batch), "cuMemcpy3DBatchAsync", 13000, nullptr, false},
     {ENTRY(copy_batch), "cuMemcpyBatchAsync", 12080, "hipMemcpyBatchAsync", false},

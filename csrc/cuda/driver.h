@@ -25,7 +25,6 @@ constexpr GpuStatus kGpuNotSupported = 801;
 constexpr unsigned kGpuStreamNonBlocking = 1;
 constexpr unsigned kGpuEventBlockingSync = 1;
 constexpr unsigned kGpuEventDisableTiming = 2;
-constexpr unsigned kGpuEventInterprocess = 4;
 constexpr unsigned kGpuIpcEnablePeerAccess = 1;  // between devices, when it is first needed
 
 // How the copies of a batch may read their sources.
@@ -129,8 +128,6 @@ struct GpuDriver {
   GpuStatus (*ipc_export)(GpuIpcHandle*, GpuAddress);
   GpuStatus (*ipc_open)(GpuAddress*, GpuIpcHandle, unsigned flags);
   GpuStatus (*ipc_close)(GpuAddress);
-  GpuStatus (*ipc_export_event)(GpuIpcHandle*, GpuEvent);
-  GpuStatus (*ipc_open_event)(GpuEvent*, GpuIpcHandle);
 
   GpuStatus (*copy_pitched)(const PitchedCopy*, GpuStream);
   // CUDA 13. HIP's has another signature.

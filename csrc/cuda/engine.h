@@ -35,7 +35,8 @@ struct CopyTuning {
   unsigned buffers = 4;                    // a direction
   // For copies that fill more than those, or are behind others, and kept from then on. Kernels of an engine's process and
   // this one's have the GPU by turns, of some 4 ms: all that the bus moves until the next turn has to lie in buffers.
-  unsigned deep_buffers = 12;
+  // Eight are enough for the bus (bench/results/gpu_host_tier.txt): each is memory that an engine beside has not.
+  unsigned deep_buffers = 8;
   // Of what goes over the bus at a time for copies behind others, while kernels beside them hold every multiprocessor (MPS):
   // at 0.97 of the bus in such pieces products are slowed by 1.2 %, at 0.99 in longer ones by 1.8 %.
   size_t deep_piece_bytes = size_t(192) << 10;
@@ -96,8 +97,6 @@ class GpuCopyEngine {
   // Whether a kernel would wait now, since others hold every multiprocessor: so would a staged copy.
   bool busy();
   GpuStream stream() const { return stream_; }
-  // That copies begin on; `stream` is the first.
-  std::array<GpuStream, 3> streams() const { return {stream_, lanes_[0].stream, lanes_[1].stream}; }
   const std::shared_ptr<GpuDevice>& device() const { return device_; }
   std::array<StrategyCount, kStrategies> counts() const;
   std::map<std::string, uint64_t> fallbacks() const;

@@ -102,47 +102,4 @@ void GpuMapping::close() {
   address_ = 0;
 }
 
-GpuIpcEvent::GpuIpcEvent(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {
-  const GpuDriver& driver = device_->driver();
-  need(reinterpret_cast<const void*>(driver.ipc_export_event), "events for other processes");
-  const GpuDevice::Use use(*device_);
-  device_->check(driver.event_create(&event_, kGpuEventDisableTiming | kGpuEventInterprocess), "event for other processes");
-  const GpuStatus status = driver.ipc_export_event(&handle_, event_);
-  if (status == kGpuSuccess) return;
-  driver.event_destroy(event_);
-  device_->check(status, "handle of an event for other processes");
-}
-
-GpuIpcEvent::GpuIpcEvent(std::shared_ptr<GpuDevice> device, const GpuIpcHandle& handle)
-    : device_(std::move(device)), handle_(handle) {
-  const GpuDriver& driver = device_->driver();
-  need(reinterpret_cast<const void*>(driver.ipc_open_event), "events of other processes");
-  const GpuDevice::Use use(*device_);
-  device_->check(driver.ipc_open_event(&event_, handle),
-                 "handle of an event: cannot be opened; it may be of this process, or its process has ended");
-}
-
-GpuIpcEvent::~GpuIpcEvent() {
-  const GpuDevice::Use use(*device_);
-  device_->driver().event_destroy(event_);
-}
-
-void GpuIpcEvent::record(GpuStream stream) {
-  const GpuDevice::Use use(*device_);
-  device_->check(device_->driver().event_record(event_, stream), "event");
-}
-
-bool GpuIpcEvent::done() const {
-  const GpuDevice::Use use(*device_);
-  const GpuStatus status = device_->driver().event_query(event_);
-  if (status == kGpuNotReady) return false;
-  device_->check(status, "event");
-  return true;
-}
-
-void GpuIpcEvent::hold(GpuStream stream) const {
-  const GpuDevice::Use use(*device_);
-  device_->check(device_->driver().stream_wait(stream, event_, 0), "wait of a stream");
-}
-
 }  // namespace kvferry

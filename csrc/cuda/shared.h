@@ -1,4 +1,4 @@
-// Memory and events that several processes use, and which allocation an address lies in.
+// Memory that several processes use, and which allocation an address lies in.
 #pragma once
 
 #include <chrono>
@@ -53,27 +53,6 @@ class GpuMapping {
   std::shared_ptr<GpuDevice> device_;
   GpuAddress address_ = 0;
   size_t size_;
-};
-
-// An event that several processes record and wait for.
-class GpuIpcEvent {
- public:
-  explicit GpuIpcEvent(std::shared_ptr<GpuDevice> device);
-  GpuIpcEvent(std::shared_ptr<GpuDevice> device, const GpuIpcHandle& handle);
-  ~GpuIpcEvent();
-  GpuIpcEvent(const GpuIpcEvent&) = delete;
-  GpuIpcEvent& operator=(const GpuIpcEvent&) = delete;
-
-  const GpuIpcHandle& handle() const { return handle_; }
-  void record(GpuStream stream);
-  // Of the record that was last when this is called, by whatever process.
-  bool done() const;
-  void hold(GpuStream stream) const;
-
- private:
-  std::shared_ptr<GpuDevice> device_;
-  GpuEvent event_ = nullptr;
-  GpuIpcHandle handle_{};
 };
 
 }  // namespace kvferry

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvferry.daemon.memory.interface import Pinner
 from kvferry.transfer.host_tier.index import DropReason, Recovered, RecoveryReport
 from kvferry.transfer.host_tier.rows import TierRows
+from kvferry.transfer.mapping import memory_room
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,17 @@ class GrowingRows:
         return self._rows.buffer[: self.pages * self.row_bytes]
 
     def warn(self) -> None:
-        """Says what has no room for all of them."""
+        """Says what has no room for all of them, or for all of them pinned."""
         nbytes = self.asked * self.row_bytes
         if lack := self._rows.lacks(0, nbytes):
             log.warning("host tier of %d bytes: %s; it grows as far as that", nbytes, lack)
+        locked = memory_room.to_lock() if self._pinner is not None else None
+        if locked is not None and (lack := locked.lacks(nbytes)):
+            log.warning(
+                "host tier of %d bytes, which are to be pinned: %s; a driver that keeps to it pins no more (ulimit -l)",
+                nbytes,
+                lack,
+            )
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """The first row of each chunk, and that behind its last."""

@@ -248,7 +248,7 @@ class GpuCopyEngine:
         *,
         buffer_bytes: int = 16777216,
         buffers: int = 4,
-        deep_buffers: int = 12,
+        deep_buffers: int = 8,
         deep_piece_bytes: int = 196608,
         small_bytes: int = 2097152,
         growth: int = 4,
@@ -414,18 +414,6 @@ class GpuCopyEngine:
         10 s. GIL released. The address is the caller's word.
         """
 
-    def make_ipc_event(self) -> GpuIpcEvent: ...
-    def open_ipc_event(self, handle: bytes) -> GpuIpcEvent:
-        """
-        Another process's. GpuError: this process's own. That of a process which has ended may open, as done.
-        """
-
-    def hold(self, event: GpuIpcEvent, stream: int | None = None) -> None:
-        """
-        What is issued to `stream` from now on runs after the event's last record; None: to any of the engine's own
-        streams. The host does not wait.
-        """
-
     def gather_part(
         self,
         pages: GpuPages,
@@ -584,23 +572,6 @@ class GpuMapping:
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         """As that of GpuMemory."""
-
-class GpuIpcEvent:
-    """
-    A point in the work of a stream that other processes' streams wait for (`GpuCopyEngine.hold`). The process that
-    made it must outlive its use. An event stands for the record that was last when a wait was issued: who waits must
-    know (by a message) that `record` has returned.
-    """
-
-    @property
-    def handle(self) -> bytes:
-        """64 bytes by which other processes open it."""
-
-    def record(self, stream: int) -> None:
-        """After what was issued to `stream` (0: the default one) until now."""
-
-    def done(self) -> bool:
-        """Whether the last record's point was reached; True if there is none."""
 
 class PinnedBuffer:
     """

@@ -16,8 +16,6 @@ class Orders:
     def __init__(self, fake: ctypes.CDLL) -> None:
         self._fake = fake
         fake.fake_process_access.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
-        for function in (fake.fake_process_records, fake.fake_process_waits):
-            function.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
         for function in (fake.fake_hold, fake.fake_release):
             function.argtypes = [ctypes.c_uint64]
         fake.fake_orders_found.restype = ctypes.c_char_p
@@ -57,13 +55,6 @@ class Orders:
         """A message of it was heard."""
         self._fake.fake_told_by(process.encode())
 
-    def records(self, process: str, event: bytes) -> None:
-        """An event that processes share, behind what this one has done. `event`: its handle."""
-        self._fake.fake_process_records(process.encode(), _address_in(event))
-
-    def waits(self, process: str, event: bytes) -> None:
-        self._fake.fake_process_waits(process.encode(), _address_in(event))
-
     def hold(self, stream: int = 0) -> None:
         """What the stream (0: any) is given from now on does not end, before its release or a wait of the host for it:
         who asks for its events is told that they are not ready."""
@@ -75,7 +66,3 @@ class Orders:
     def lag(self, queries: int) -> None:
         """Events recorded from now on are asked for so often in vain, unless the host knows all that is before them."""
         self._fake.fake_lag(queries)
-
-
-def _address_in(handle: bytes) -> int:
-    return int.from_bytes(handle[:8], "little")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvferry._core import GpuCopyEngine, GpuIpcEvent, PinnedBuffer
+from kvferry._core import GpuCopyEngine, PinnedBuffer
 from tests.csrc.gpu_orders import HOST, Orders
 
 NBYTES = 64
@@ -352,51 +352,10 @@ def two_other_processes(device: Device, order: bool) -> str:
     return "an access by process 'courier' reads 10 bytes"
 
 
-def shared_event(device: Device) -> tuple[GpuCopyEngine, GpuIpcEvent]:
-    """Of another process, as an engine has opened it."""
-    engine = GpuCopyEngine(0, device.library)
-    theirs = engine.make_ipc_event()
-    device.kept.append(theirs)
-    return engine, engine.open_ipc_event(theirs.handle)
-
-
-def an_event_of_another_process(device: Device, order: bool) -> str:
-    engine, event = shared_event(device)
-    device.orders.writes("worker", device.page, NBYTES)
-    device.orders.records("worker", event.handle)
-    if order:
-        engine.hold(event, engine.gather_stream)
-    pages = engine.pages(np.array([device.page]), np.array([64]), 64, 2)
-    engine.gather_part(pages, np.array([0]), 0, 64, device.page + 1024).wait()
-    return "copy_part_16 on .* reads 64 bytes .* by process 'worker' wrote"
-
-
-def an_event_for_another_process(device: Device, order: bool) -> str:
-    _, event = shared_event(device)
-    stream = device.stream()
-    device.write(stream)
-    event.record(stream)
-    if order:
-        device.orders.waits("worker", event.handle)
-    device.orders.reads("worker", device.page, NBYTES)
-    return "process 'worker' was told nothing"
-
-
-def an_event_of_another_process_that_the_host_sees(device: Device, order: bool) -> str:
-    _, event = shared_event(device)
-    device.orders.writes("worker", device.page, NBYTES)
-    device.orders.records("worker", event.handle)
-    if order:
-        assert event.done()
-    device.read(device.stream())
-    return "process 'worker' has said nothing since"
-
-
 SHARED: list[Callable[[Device, bool], str]] = [
     *(a_row_that_may_be_read_early, a_row_that_is_read_in_order, a_row_that_the_host_writes),
     *(host_memory_that_is_let_go, a_mapping_that_is_let_go, memory_that_another_process_uses, memory_anew),
     *(pages_for_another_process, another_process_is_told, pages_of_another_process, two_other_processes),
-    *(an_event_of_another_process, an_event_for_another_process, an_event_of_another_process_that_the_host_sees),
 ]
 
 

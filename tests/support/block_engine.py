@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -236,14 +236,25 @@ class BlockEngine:
 
     # -- prefill
 
-    async def push(self, prompt: Prompt, name: RequestName, *, chunk: int = PAGE, end: bool = True) -> list[int]:
-        """Computes the prompt, and says so chunk by chunk. Its blocks, which are the daemon's until it has ended."""
+    async def push(
+        self,
+        prompt: Prompt,
+        name: RequestName,
+        *,
+        chunk: int = PAGE,
+        end: bool = True,
+        before_last: Callable[[], Awaitable[object]] | None = None,
+    ) -> list[int]:
+        """Computes the prompt, and says so chunk by chunk, the last one behind `before_last`. Its blocks, which are the
+        daemon's until it has ended."""
         blocks = self.take(prompt.tokens)
         first = -(-min(chunk, prompt.tokens) // self.block_tokens)
         await self.client.begin(name, **prompt.words, deadline_s=20, blocks=blocks[:first])  # type: ignore[arg-type]
         named = first
         for start in range(0, prompt.tokens, chunk):
             done = min(start + chunk, prompt.tokens)
+            if before_last is not None and done == prompt.tokens:
+                await before_last()
             self.compute(prompt, blocks, start, done)
             upto = -(-done // self.block_tokens)
             self.client.progress(name, done, blocks[named:upto])

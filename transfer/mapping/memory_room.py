@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 MOST_FOR_OTHERS = 2 << 30
+CAP_IPC_LOCK = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,23 @@ def lacks(nbytes: int) -> str:
     """Why so many bytes more do not fit; "" where they do."""
     room = tightest()
     return room.lacks(nbytes) if room is not None else ""
+
+
+def to_lock() -> MemoryRoom | None:
+    """The memory that this process may still lock, as what is pinned for a device may count. None where nothing bounds
+    it: no limit, or the right to lock more."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        lines = []
+    told = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+    if int(told.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1:
+        return None
+    used = max(int(told.get(name, "0")) for name in ("VmLck", "VmPin")) * 1024
+    return MemoryRoom(f"RLIMIT_MEMLOCK ({limit})", max(0, limit - used))
 
 
 def is_memory(fd: int) -> bool:

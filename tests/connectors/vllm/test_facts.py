@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from kvferry.connectors.vllm.facts import (
     check_config,
     kv_heads_of,
     orders_of,
+    own_blocks,
     rank_geometry_of,
     shape_of,
     with_head_runs,
@@ -107,6 +108,20 @@ def test_an_engine_that_fits() -> None:
 def test_engines_that_are_refused(engine: Engine, message: str) -> None:
     with pytest.raises(Unfit, match=message):
         check_config(engine.vllm, engine.kv)
+
+
+def test_blocks_that_no_daemon_can_have_are_refused() -> None:
+    """What is on is said by its name. Of expandable segments and memory pools: tests/csrc/test_shared_blocks.py."""
+    blocks = SimpleNamespace()
+
+    def register(device: str, engine: Engine) -> None:
+        caches = {name: SimpleNamespace(device=torch.device(device), ndim=4) for name in ("l0", "l1")}
+        own_blocks(engine.vllm, caches, engine.kv, cast(Any, blocks), geometry(1))
+
+    with pytest.raises(Unfit, match="pool is 'engine'; blocks in the machine's memory are no other process's"):
+        register("cpu", Engine())
+    with pytest.raises(Unfit, match=r"pool is 'engine', and sleep mode is on: .* without --enable-sleep-mode, or set"):
+        register("cuda:0", Engine(device="cuda", sleeps=True, backend="uni"))
 
 
 def test_a_page_that_is_no_whole_number_of_blocks_is_refused() -> None:

@@ -258,17 +258,6 @@ GpuStatus hipIpcCloseMemHandle(GpuAddress address) {
   }
   return waiting_answer("ipc_close");
 }
-GpuStatus hipIpcGetEventHandle(GpuIpcHandle* handle, GpuEvent event) {
-  std::memset(handle->bytes, 0xE5, sizeof handle->bytes);
-  std::memcpy(handle->bytes, &event, sizeof event);
-  return answer("ipc_export_event");
-}
-GpuStatus hipIpcOpenEventHandle(GpuEvent* event, GpuIpcHandle handle) {
-  const void* original = nullptr;
-  std::memcpy(&original, handle.bytes, sizeof original);
-  fake_gpu::event_opened(*event = std::calloc(1, 1), original);
-  return answer("ipc_open_event");
-}
 GpuStatus hipHostRegister(void* memory, size_t bytes, unsigned) {
   const Hold hold(mutex);
   registered[memory] = bytes;
@@ -384,8 +373,6 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuIpcGetMemHandle", (void*)hipIpcGetMemHandle},
       {"cuIpcOpenMemHandle", (void*)hipIpcOpenMemHandle},
       {"cuIpcCloseMemHandle", (void*)hipIpcCloseMemHandle},
-      {"cuIpcGetEventHandle", (void*)hipIpcGetEventHandle},
-      {"cuIpcOpenEventHandle", (void*)hipIpcOpenEventHandle},
       {"cuDevicePrimaryCtxRetain", (void*)hipDevicePrimaryCtxRetain},
       {"cuDevicePrimaryCtxRelease", (void*)hipDevicePrimaryCtxRelease},
       {"cuCtxPushCurrent", (void*)hipCtxPushCurrent},

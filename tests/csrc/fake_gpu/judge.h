@@ -128,10 +128,6 @@ class Orders {
     if (found == nullptr) found = std::make_shared<Event>();
     return *found;
   }
-  void same_event(const void* handle, const void* original) {
-    event(original);
-    events_[handle] = events_[original];
-  }
   void end_event(const void* handle) { events_.erase(handle); }
 
   StepOf step(size_t actor, const std::string& what) {

@@ -84,11 +84,6 @@ void event_recorded(const void* event, const void* stream) {
   orders.event(event) = {clock, orders.lag};
 }
 
-void event_opened(const void* event, const void* original) {
-  const Hold hold(mutex);
-  orders.same_event(event, original);
-}
-
 bool event_seen(const void* event) {
   const Hold hold(mutex);
   Event& asked = orders.event(event);
@@ -166,19 +161,6 @@ void fake_told_by(const char* name) {
   const Hold hold(mutex);
   const size_t actor = orders.process(name);
   orders.host().clock.join(orders.at(actor).clock);
-}
-
-// An event that processes share, recorded behind all that the process has done, or waited for by it. `event`: the driver's.
-void fake_process_records(const char* name, uint64_t event) {
-  const Hold hold(mutex);
-  const size_t actor = orders.process(name);
-  orders.event(reinterpret_cast<const void*>(event)) = {orders.at(actor).clock, orders.lag};
-}
-
-void fake_process_waits(const char* name, uint64_t event) {
-  const Hold hold(mutex);
-  const size_t actor = orders.process(name);
-  orders.at(actor).clock.join(orders.event(reinterpret_cast<const void*>(event)).clock);
 }
 
 // What this stream is given from now on (0: any stream) does not end before the release, or before the host waits for it:

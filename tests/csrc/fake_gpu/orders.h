@@ -51,7 +51,6 @@ void stream_synchronized(const void* stream);
 void event_created(const void* event);
 void event_destroyed(const void* event);
 void event_recorded(const void* event, const void* stream);
-void event_opened(const void* event, const void* original);  // of another process: the same event
 // Whether it has come to pass: then the host knows what was before it.
 bool event_seen(const void* event);
 void event_synchronized(const void* event);

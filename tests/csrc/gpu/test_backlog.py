@@ -203,7 +203,7 @@ def test_without_memory_for_more_buffers_those_that_are_there_do(fake: ctypes.CD
         copy.wait()
     fake.fake_answer(b"mem_allocs_left", 100)
     pool.check(["staged"])
-    assert fake.fake_calls(b"mem_alloc") == asked + 3 + 1 + 12, "restores have a ring of their own"
+    assert fake.fake_calls(b"mem_alloc") == asked + 3 + 1 + 8, "restores have a ring of their own"
     assert engine.statistics()["fallbacks"] == {}
 
 

@@ -155,36 +155,6 @@ def test_small_reads(fake: ctypes.CDLL, library: str) -> None:
         GpuCopyEngine(0, library).read(memory.address, 1)
 
 
-def test_events(fake: ctypes.CDLL, library: str) -> None:
-    engine = GpuCopyEngine(0, library)
-    event = engine.make_ipc_event()
-    assert len(event.handle) == 64
-    event.record(0)  # the default stream is as good as another
-    other = engine.open_ipc_event(event.handle)
-    assert other.handle == event.handle
-    waits = calls(fake, "stream_wait")
-    engine.hold(other)
-    assert calls(fake, "stream_wait") == waits + 5  # of spills and restores, and of their kernels; gathers, scatters
-    engine.hold(other, engine.gather_stream)
-    assert calls(fake, "stream_wait") == waits + 6
-    fake.fake_answer(b"event_query", 600)
-    assert not other.done()
-    fake.fake_answer(b"event_query", 0)
-    assert other.done()
-    with pytest.raises(ValueError, match="stream: -1"):
-        event.record(-1)
-    with pytest.raises(ValueError, match="handle length: 3"):
-        engine.open_ipc_event(b"abc")
-    destroyed = calls(fake, "event_destroy")
-    fake.fake_answer(b"ipc_export_event", 801)
-    with pytest.raises(GpuError, match="handle of an event"):
-        engine.make_ipc_event()
-    assert calls(fake, "event_destroy") == destroyed + 1
-    fake.fake_answer(b"ipc_open_event", 1)
-    with pytest.raises(GpuError, match="handle of an event: cannot be opened"):
-        engine.open_ipc_event(event.handle)
-
-
 # -- a real device
 
 # Exports memory, then does what each line of its input says.
@@ -194,7 +164,6 @@ import numpy as np
 from kvferry._core import GpuCopyEngine
 engine = GpuCopyEngine(int(sys.argv[2]))
 memory = engine.allocate(int(sys.argv[1]))
-event = engine.make_ipc_event()
 data = np.random.default_rng(5).integers(0, 256, len(memory), np.uint8)
 at, size = np.array([memory.address]), np.array([len(memory)])
 
@@ -202,18 +171,19 @@ def put(bytes_):
     return engine.copy_list_from_host(at, np.array([bytes_.ctypes.data]), size, strategy="loop")
 
 put(data).wait()
-print(memory.ipc_handle().hex(), event.handle.hex(), engine.device_uuid().hex(), flush=True)
+print(memory.ipc_handle().hex(), engine.device_uuid().hex(), flush=True)
 for line in sys.stdin:
     word = line.strip()
     if word == "sum":
         copy = engine.add_up(memory.address, len(memory))
         copy.wait()
         print(copy.checksum(), flush=True)
-    elif word == "write":  # asynchronously: what follows is ordered by the event alone
+    elif word == "write":
         data = np.random.default_rng(6).integers(0, 256, len(memory), np.uint8)
         copies = [put(data) for _ in range(20)]
-        event.record(engine.stream)
-        print("recorded", flush=True)
+        for copy in copies:
+            copy.wait()
+        print("written", flush=True)
     elif word == "end":
         break
 """
@@ -229,7 +199,7 @@ class Exporter:
         )
         self.timer = threading.Timer(60, self.process.kill)  # nothing here waits for ever
         self.timer.start()
-        self.handle, self.event, self.uuid = (bytes.fromhex(word) for word in self.output().readline().split())
+        self.handle, self.uuid = (bytes.fromhex(word) for word in self.output().readline().split())
 
     def output(self) -> IO[str]:
         assert self.process.stdout is not None
@@ -266,7 +236,7 @@ def get(engine: GpuCopyEngine, address: int, nbytes: int) -> Bytes:
 
 @pytest.mark.gpu
 def test_two_processes_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], exporter: Exporter) -> None:
-    """Every byte through a mapping, scattered into it, and written by the other process before an event."""
+    """Every byte through a mapping, scattered into it, and written by the other process, which then says so."""
     engine = gpu_engine()
     size = 16 * MIB + 100
     assert exporter.uuid == engine.device_uuid() == _core.gpu_device_uuid(_core.gpu_device_ordinal(exporter.uuid))
@@ -291,14 +261,11 @@ def test_two_processes_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine], export
     tensors[:, ids[::-1]] = tensors[:, ids].copy()
     assert int(exporter.ask("sum")) == _core.part_checksum(expected)
 
-    event = engine.open_ipc_event(exporter.event)
-    assert exporter.ask("write") == "recorded"
-    engine.hold(event)
+    assert exporter.ask("write") == "written"
     engine.gather_part(layout, ids, 0, len(slot), slot.address).wait()
     expected = np.random.default_rng(6).integers(0, 256, size, np.uint8)
     rows = expected[: 16 * MIB].reshape(8, pages, fragment)[:, ids].transpose(1, 0, 2).reshape(-1)
     assert (get(engine, slot.address, len(slot)) == rows).all()
-    assert event.done()
     with pytest.raises(GpuError, match=r"nbytes: .*, but the handle names"):
         engine.open_ipc(exporter.handle, 64 * MIB)
     mapping.close()
@@ -315,11 +282,6 @@ def test_an_exporter_that_is_killed_on_a_gpu(gpu_engine: Callable[..., GpuCopyEn
     with pytest.raises(GpuError, match="handle: cannot be opened") as refused:
         engine.open_ipc(exporter.handle, 16 * MIB)
     print(f"a dead exporter's handle: {refused.value}")
-    # Its event may still open (driver 580): whether the process lives is to be learnt otherwise.
-    try:
-        assert engine.open_ipc_event(exporter.event).done()
-    except GpuError as gone:
-        print(f"a dead exporter's event: {gone}")
 
 
 @pytest.mark.gpu
@@ -346,9 +308,7 @@ def test_two_processes_on_two_gpus(gpu_engine: Callable[..., GpuCopyEngine]) -> 
         engine.scatter_part(layout, back, 0, len(slot), slot.address).wait()
         expected.reshape(4096, 4096)[back] = rows.reshape(1000, 4096)
         assert int(exporter.ask("sum")) == _core.part_checksum(expected)
-        event = engine.open_ipc_event(exporter.event)
-        assert exporter.ask("write") == "recorded"
-        engine.hold(event)
+        assert exporter.ask("write") == "written"
         engine.gather_part(layout, ids, 0, len(slot), slot.address).wait()
         written: Bytes = np.random.default_rng(6).integers(0, 256, 16 * MIB, np.uint8)
         assert (get(engine, slot.address, len(slot)) == written.reshape(4096, 4096)[ids].reshape(-1)).all()
@@ -370,9 +330,6 @@ def test_small_memory_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine]) -> None
         engine.open_ipc(memory.ipc_handle(), 10)
     handle, offset = engine.export_memory(memory.address + 3, 10)
     assert (handle, offset) == (memory.ipc_handle(), 3)
-    own = engine.make_ipc_event()
-    with pytest.raises(GpuError):
-        engine.open_ipc_event(own.handle)
     engine.check_range(memory.address, 5000)
     with pytest.raises(ValueError, match="is in no allocation"):
         engine.check_range(4096, 1)

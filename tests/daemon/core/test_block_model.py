@@ -251,9 +251,11 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data(), aux=st.booleans())
     def part_arrives(self, data: st.DataObject, aux: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.transfers)))
+        self.arrive(number, data.draw(st.integers(self.arrived[number], len(self.transfers[number][2]))), aux)
+
+    def arrive(self, number: int, upto: int, aux: bool) -> None:
         name, first, pages = self.transfers[number]
         done = self.arrived[number]
-        upto = data.draw(st.integers(done, len(pages)))
         job = self.jobs.get(name)
         if pages and upto > done:
             assert job is not None, "a copy into the pages of a request that has ended"
@@ -291,10 +293,13 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.copies)
     @rule(data=st.data(), wrong=st.sampled_from([False, False, True]))
     def copy_ends(self, data: st.DataObject, wrong: bool) -> None:
-        started = self.copies.pop(data.draw(st.integers(0, len(self.copies) - 1)))
+        number = data.draw(st.integers(0, len(self.copies) - 1))
+        self.end_copy(number, [data.draw(st.sampled_from(self.copies[number].copy.device))] if wrong else [])
+
+    def end_copy(self, number: int, failed: list[int]) -> None:
+        started = self.copies.pop(number)
         copy = started.copy
         assert set(self.core.cache.pool.states(copy.device)) <= {PageState.LEASED, PageState.ORPHANED}
-        failed = [data.draw(st.sampled_from(copy.device))] if wrong else []
         for i, (page, row) in enumerate(zip(copy.device, copy.host, strict=True)):
             if copy.kind == RESTORE:
                 self.write(page, [b"garbage"] * PER_PAGE if page in failed else self.rows[row])

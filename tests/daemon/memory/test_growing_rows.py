@@ -18,6 +18,8 @@ from kvferry.daemon.memory import growing_rows
 from kvferry.daemon.memory.growing_rows import Found, GrowingRows
 from kvferry.daemon.memory.interface import Pinner
 from kvferry.transfer.host_tier.index import DropReason, RecoveryReport
+from kvferry.transfer.mapping import memory_room
+from kvferry.transfer.mapping.memory_room import MemoryRoom
 
 ROW, ROWS = 4096, 8
 
@@ -80,6 +82,7 @@ def growing(rows: Rows, pinner: Pinner | None = None, near: list[frozenset[int]]
 @pytest.fixture(autouse=True)
 def chunks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing_rows, "CHUNK_BYTES", 2 * ROW)
+    monkeypatch.setattr(memory_room, "to_lock", lambda: None)
 
 
 # -- chunks ----------------------------------------------------------------------------------------------------------
@@ -140,6 +143,23 @@ def test_a_chunk_without_room_is_not_made_and_those_before_stay(caplog: pytest.L
     with pytest.raises(OSError, match="rows 4 to 5: a cgroup leaves 5"):
         there.make(4, 6)
     assert (there.pages, pins.held, rows.made) == (4, 2, [(0, 2 * ROW), (2 * ROW, 4 * ROW)])
+
+
+def test_what_may_not_be_locked_is_said_before_it_is_pinned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_room, "to_lock", lambda: MemoryRoom("RLIMIT_MEMLOCK (9)", 7))
+    growing(Rows()).warn()
+    assert not caplog.records, "nothing of it is to be pinned"
+    growing(Rows(), Pins()).warn()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"host tier of {ROWS * ROW} bytes, which are to be pinned: {ROWS * ROW} bytes are wanted, RLIMIT_MEMLOCK (9) "
+        "leaves 7; a driver that keeps to it pins no more (ulimit -l)"
+    )
+    monkeypatch.setattr(memory_room, "to_lock", lambda: None)
+    growing(Rows(), Pins()).warn()
+    assert len(caplog.records) == 1
 
 
 def test_one_that_has_room_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

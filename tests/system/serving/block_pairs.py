@@ -11,6 +11,8 @@ from tests.support import devices as real
 from tests.support.block_engine import PAGE, BlockEngine, Prompt, Share, new_name
 
 SLOT_BYTES = 4096 + 64
+BLOCK_TOKENS = 8, 4  # of prefill's blocks and of decode's
+BLOCKS = 40, 96
 
 
 def need(*devices: str) -> None:
@@ -30,13 +32,13 @@ class Pair:
         host: Sequence[str] = ("--host-bytes", "1MiB"),
         devices: tuple[str, str] = ("cpu", "cpu"),
         shares: tuple[Share, Share] = (Share(), Share()),
+        blocks: tuple[int, int] = BLOCKS,
     ) -> None:
-        """host: decode's flags for its host tier."""
+        """host: decode's flags for its host tier; blocks: how many each engine has."""
         self.stack = stack
         sockets = {role: os.path.join(stack.folder, f"{role}.sock") for role in ("prefill", "decode")}
+        listen = ["--listen", "127.0.0.1:0"]
         common = [
-            "--listen",
-            "127.0.0.1:0",
             "--page-size",
             str(PAGE),
             "--pool",
@@ -46,16 +48,17 @@ class Pair:
         ]
         common += flags
         words = ["serve", "--role", "prefill", "--name", "p", "--socket", sockets["prefill"], *common]
-        words += ["--ranks", str(shares[0].ranks)]
-        self.prefill_daemon = stack.start("prefill", [*words, "--device", devices[0]])
+        words += ["--ranks", str(shares[0].ranks), "--device", devices[0]]
+        self.prefill_daemon = stack.start("prefill", [*words, *listen])
         address = stack.ready(self.prefill_daemon)
-        words = ["serve", "--role", "decode", "--name", "d", "--socket", sockets["decode"], *common]
-        self.decode_words = [*words, "--device", devices[1], "--peer", f"p={address}", *host]
-        self.decode_words += ["--ranks", str(shares[1].ranks)]
-        self.decode_daemon = stack.start("decode", self.decode_words)
+        self.words = {"prefill": [*words, "--listen", address]}
+        words = ["serve", "--role", "decode", "--name", "d", "--socket", sockets["decode"], *common, *listen]
+        words += ["--device", devices[1], "--peer", f"p={address}", *host, "--ranks", str(shares[1].ranks)]
+        self.words["decode"] = words
+        self.decode_daemon = stack.start("decode", words)
         stack.ready(self.decode_daemon)
-        self.prefill = BlockEngine("prefill", sockets["prefill"], 8, 40, devices[0], shares[0])
-        self.decode = BlockEngine("decode", sockets["decode"], 4, 96, devices[1], shares[1])
+        self.prefill = BlockEngine("prefill", sockets["prefill"], BLOCK_TOKENS[0], blocks[0], devices[0], shares[0])
+        self.decode = BlockEngine("decode", sockets["decode"], BLOCK_TOKENS[1], blocks[1], devices[1], shares[1])
 
     async def __aenter__(self) -> Pair:
         await self.prefill.connect()

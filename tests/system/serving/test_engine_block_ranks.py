@@ -191,7 +191,7 @@ def test_the_file_of_ranks_is_found_again(stack: Stack, tmp_path: Path) -> None:
         assert stack.stop(pair.decode_daemon) == 0
         for ranks, found in ((4, 64), (2, 64), (1, 0)):
             decode = replace(pair.decode, share=Share(GROUPED, ranks))
-            daemon = stack.start("decode", [*pair.decode_words[:-1], str(ranks)])
+            daemon = stack.start("decode", [*pair.words["decode"][:-1], str(ranks)])
             stack.ready(daemon)
             await decode.connect()
             await found_again(daemon)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,9 @@ from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import common_pb2
 from kvferry.transfer.geometry.kv_geometry import StorageOrder
 from tests.support.block_engine import CANARY, FACTS, GEOMETRY, PAGE, Prompt, new_name
-from tests.support.engines import side_stats
+from tests.support.engines import side_stats, wait_until
 from tests.system.serving.block_pairs import Pair, need
+from tests.system.serving.test_tiers import DAMAGES, damage_files
 
 DEVICES = [
     ("cpu", "cpu"),
@@ -162,6 +164,50 @@ def test_blocks_come_back_when_the_last_copy_has_ended(stack: Stack, devices: tu
             assert side.pool.leased == 0 and side.pool.orphaned == 0
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped rows", *(pytest.param(each, marks=pytest.mark.nightly) for each in DAMAGES[1:])]
+)
+@pytest.mark.parametrize("devices", DEVICES)
+def test_what_a_damaged_file_held_is_sent_again(
+    stack: Stack, tmp_path: Path, devices: tuple[str, str], damage: str
+) -> None:
+    """No wrong byte comes into a block, and every prompt is whole."""
+    need(*devices)
+
+    async def run() -> None:
+        host = ("--host-bytes", "1MiB", "--host-dir", str(tmp_path))
+        async with Pair(stack, "--checksums", "on", devices=devices, host=host) as pair:
+            prompts = [Prompt(70, 100 + number) for number in range(6)]
+            for prompt in prompts:
+                blocks, _ = await pair.hand_over(prompt)
+                await pair.decode.store(prompt, blocks)
+                pair.decode.give_back(blocks)
+            assert side_stats(pair.decode.socket).host.cached == 4 * len(prompts)
+            await pair.decode.client.close()
+            assert stack.stop(pair.decode_daemon) == 0
+            damage_files(damage, tmp_path, GEOMETRY.page_bytes)
+            pair.decode_daemon = stack.start("decode", pair.words["decode"])
+            stack.ready(pair.decode_daemon)
+            await pair.decode.connect()
+            await asyncio.to_thread(wait_until, lambda: not reads(pair), 20, "that the file is read")
+            for prompt in prompts:
+                blocks, _ = await pair.hand_over(prompt)
+                pair.decode.give_back(blocks)
+            tiers = side_stats(pair.decode.socket).tiers
+            if damage == "flipped rows":
+                assert tiers.mismatched_pages == tiers.restore_failed_pages > 0
+            else:
+                assert tiers.discarded_entries > 0 and tiers.recovered_pages < 4 * len(prompts)
+
+    asyncio.run(run())
+
+
+def reads(pair: Pair) -> bool:
+    """Whether decode's tier still grows."""
+    host = side_stats(pair.decode.socket).host
+    return host.pages < host.asked_pages or host.leased > 0
 
 
 @pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.nightly), "decode"])

@@ -151,7 +151,7 @@ async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int)
             stack.kill(pair.decode_daemon)
             await some
             await pair.decode.client.close()
-            pair.decode_daemon = stack.start("decode", pair.decode_words)
+            pair.decode_daemon = stack.start("decode", pair.words["decode"])
             await asyncio.to_thread(stack.ready, pair.decode_daemon)
             pair.decode = await replace(pair.decode).connect()
         await some

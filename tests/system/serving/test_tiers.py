@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,10 @@ def test_write_through_copies_before_eviction(stack: Stack) -> None:
 # -- broken bytes ------------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, row_bytes: int = PAGE_BYTES) -> None:
     """Every row's first byte."""
     data = bytearray(path.read_bytes())
-    for start in range(0, len(data), PAGE_BYTES):
+    for start in range(0, len(data), row_bytes):
         data[start] ^= 0xFF
     with open(path, "r+b") as rows:
         rows.write(data)
@@ -148,11 +149,14 @@ def decode_worker(stack: Stack, decode: Replica) -> Replica:
     return Replica(decode.name, decode.daemon, worker, decode.daemon_address, stack.ready(worker), decode.socket)
 
 
-def restarted(stack: Stack, decode: Replica, prefill: Replica, system: SystemSpec) -> Replica:
+def restarted(
+    stack: Stack, decode: Replica, prefill: Replica, system: SystemSpec, prefix: Sequence[str] = ()
+) -> Replica:
     """The daemon and its worker once more, with the same flags."""
     words = ["serve", "--role", "decode", "--name", decode.name, "--listen", "127.0.0.1:0", "--socket", decode.socket]
     words += ["--page-size", str(PAGE), "--pool-bytes", str(system.decode_pool_bytes), *system.decode_flags]
-    daemon: Process = stack.start(decode.name, [*words, "--peer", f"{prefill.name}={prefill.daemon_address}"])
+    words += ["--peer", f"{prefill.name}={prefill.daemon_address}"]
+    daemon: Process = stack.start(decode.name, words, prefix=prefix)
     address = stack.ready(daemon)
     return decode_worker(stack, Replica(decode.name, daemon, decode.worker, address, "", decode.socket))
 
@@ -194,17 +198,25 @@ def test_a_restarted_daemon_finds_its_cache(stack: Stack, tmp_path: Path, how: s
     assert side.tiers.unverified_pages < side.tiers.recovered_pages
 
 
+def damage_files(damage: str, folder: Path, row_bytes: int = PAGE_BYTES) -> None:
+    """Does it to the files of a tier whose daemon has ended."""
+    rows, index = folder / ROWS_FILE, folder / INDEX_FILE
+    if damage == "truncated index":
+        os.truncate(index, index.stat().st_size // 3)
+    elif damage == "truncated rows":
+        os.truncate(rows, rows.stat().st_size // 3)
+    elif damage == "garbage":
+        index.write_bytes(random.Random(7).randbytes(index.stat().st_size))
+    else:
+        assert damage == "flipped rows"
+        flip(rows, row_bytes)
+
+
+DAMAGES = ("flipped rows", "garbage", "truncated index", "truncated rows")
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "flipped rows",
-        *(
-            pytest.param(kind, marks=pytest.mark.nightly)
-            for kind in ("garbage", "truncated index", "truncated rows", "fewer pages")
-        ),
-    ],
-)
+@pytest.mark.parametrize("damage", [*DAMAGES, "fewer pages"])
 def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> None:
     system = spec(60, 300, "--host-dir", str(tmp_path))
     prefills, decodes = start_replicas(stack, system)
@@ -215,17 +227,10 @@ def test_a_damaged_file_is_a_miss(stack: Stack, tmp_path: Path, damage: str) -> 
             assert engines.turn(prompt, 5).error is None
     stack.stop(decodes[0].daemon)
     stack.stop(decodes[0].worker)
-    rows, index = tmp_path / ROWS_FILE, tmp_path / INDEX_FILE
-    if damage == "truncated index":
-        os.truncate(index, index.stat().st_size // 3)
-    elif damage == "truncated rows":
-        os.truncate(rows, rows.stat().st_size // 3)
-    elif damage == "garbage":
-        index.write_bytes(rng.randbytes(index.stat().st_size))
-    elif damage == "flipped rows":
-        flip(rows)
-    else:
+    if damage == "fewer pages":
         system = spec(60, 50, "--host-dir", str(tmp_path))
+    else:
+        damage_files(damage, tmp_path)
     decode = restarted(stack, decodes[0], prefills[0], system)
     grown(decode)
     with Engines(prefills[0], decode) as engines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from pathlib import Path
 
@@ -114,6 +115,29 @@ def test_what_the_system_does_not_say_bounds_nothing(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Path, "read_text", read_text)
         assert list(memory_room.rooms()) == [] and memory_room.tightest() is None
         assert memory_room.lacks(1 << 60) == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "room"),
+    [
+        (resource.RLIM_INFINITY, "", None),
+        (1 << 20, "VmLck:\t  64 kB\nVmPin:\t  128 kB\nCapEff:\t00000000a80425fb\n", (1 << 20) - (128 << 10)),
+        (1 << 20, "VmLck:\t 4096 kB\nVmPin:\t    0 kB\nCapEff:\t0000000000000000\n", 0),
+        (1 << 20, "VmLck:\t    0 kB\nCapEff:\t000001ffffffffff\n", None),
+        (8 << 20, None, 8 << 20),
+    ],
+)
+def test_what_may_be_locked(monkeypatch: pytest.MonkeyPatch, limit: int, status: str | None, room: int | None) -> None:
+    def read_text(path: Path, *words: str) -> str:
+        assert str(path) == "/proc/self/status"
+        if status is None:
+            raise FileNotFoundError(path)
+        return status
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit) if which == resource.RLIMIT_MEMLOCK else ())
+    expected = None if room is None else MemoryRoom(f"RLIMIT_MEMLOCK ({limit})", room)
+    assert memory_room.to_lock() == expected
 
 
 def test_files_on_a_tmpfs_are_memory(tmp_path: Path) -> None:
