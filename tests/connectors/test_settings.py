@@ -51,6 +51,7 @@ def test_the_halves_of_a_request() -> None:
     first = prefill_half({"do_remote_decode": True, "kvferry_request": ID})
     assert first is not None and first.name.request_id.hex() == ID
     told = answer(first, "p1", 7)
+    assert told["kvferry_first_token"] == 7 and "kvferry_first_token" not in answer(first, "p1", None)
     second = decode_half(told, "")
     assert second is not None and (second.name, second.prefill) == (first.name, "p1")
     assert decode_half({"do_remote_prefill": True, "kvferry_request": ID}, "only") is not None
