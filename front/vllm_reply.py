@@ -42,7 +42,8 @@ _FAILED = (SaidError, Lost, Refusal, httpx.TransportError, asyncio.TimeoutError)
 
 class AtOnce:
     """Decode's stream behind prefill's token, which the client has, until decode says that it has it, too.
-    go_on: asks for what is behind the token once more, where decode fails before; None: there is no way."""
+    go_on: asks for what is behind the token once more, where decode fails before, or has another one; None: there is no
+    way."""
 
     def __init__(
         self,
@@ -66,12 +67,14 @@ class AtOnce:
                 yield piece
             self._ended("met")
         except Unlike as error:
-            self._ended("unlike")
             _log.error(
-                "a reply broke off: %s; check that decode servers have --scheduler-cls with kvferry's scheduler, that "
-                "their logs say that replies begin with prefill's token, and that they have blocks free",
+                "%s; check that decode servers have --scheduler-cls with kvferry's scheduler, that their logs say that "
+                "replies begin with prefill's token, and that they have blocks free",
                 error,
             )
+            if await self._gone_on():
+                return
+            self._ended("unlike")
             yield _error_event(f"the decode server went another way: {error}")
             raise BrokenOff(str(error)) from error
         except _FAILED as error:
@@ -79,22 +82,25 @@ class AtOnce:
                 counted.failed()
             why = str(error) or f"it said nothing for {self._next_token_s:g} s"
             _log.warning("behind its first token a decode server failed: %s", why)
-            self.other = await self._gone_on()
-            if self.other is not None:
+            if await self._gone_on():
                 return
             self._ended("lost")
             yield error.event if isinstance(error, SaidError) else _error_event(f"the decode server failed: {why}")
             raise BrokenOff(why) from error
 
-    async def _gone_on(self) -> DecodeAnswer | None:
-        """Another server's reply behind the token, or the same's; None: there is no way."""
+    async def _gone_on(self) -> bool:
+        """Takes another server's reply behind the token, or the same's, as `other`; False: there is no way. Decode's
+        own is let go."""
         self._asking.cancel()
-        await asyncio.gather(self._asking, return_exceptions=True)
+        (answer,) = await asyncio.gather(self._asking, return_exceptions=True)
+        if isinstance(answer, DecodeAnswer):
+            await answer.response.aclose()
         reply = await self._go_on(self._sent)
         if reply is None:
-            return None
+            return False
         self._ended("gone_on")
-        return reply._replace(first=b"", rest=_filtered(GoneOn(self._sent), reply))
+        self.other = reply._replace(first=b"", rest=_filtered(GoneOn(self._sent), reply))
+        return True
 
     async def _met(self) -> AsyncIterator[bytes]:
         behind = Behind(self._sent)

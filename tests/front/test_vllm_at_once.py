@@ -240,15 +240,27 @@ def test_a_reply_that_ends_at_once_is_prefills_and_decode_is_let_go() -> None:
     asyncio.run(run())
 
 
-def test_another_token_of_decodes_breaks_the_reply_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_token_of_decodes_is_not_gone_on_from(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.words, w.decode.behind = ["Other", "ry"], ["ry", " boat"]
+            got, whole = await read(w, streams())
+            assert whole and heard(got) == ("Ferry boat", [], ["length"])
+            assert "kv_transfer_params" not in w.decode.asked[1] and w.ended("gone_on") == 1
+            assert "'Other'" in caplog.text and "--scheduler-cls" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_another_token_of_decodes_breaks_the_reply_off_where_nobody_can_go_on() -> None:
     async def run() -> None:
         async with world() as w:
             w.decode.may_answer.clear()
             w.decode.words = ["Other", "ry"]
-            got, whole = await read(w, streams())
+            got, whole = await read(w, streams(presence_penalty=1.0))
             assert heard(got.partition(b'data: {"error"')[0])[0] == "Fer" and not whole
-            assert b"'Other'" in got and w.ended("unlike") == 1
-            assert "--scheduler-cls" in caplog.text
+            assert b"'Other'" in got and w.ended("unlike") == 1 and len(w.decode.asked) == 1
 
     asyncio.run(run())
 
