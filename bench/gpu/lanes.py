@@ -2,8 +2,9 @@
 
     python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
 
-In P:D the prefill daemon has the first P of the devices and the decode daemon the last D. This process is both workers:
-it fills pages on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
+In P:D the prefill daemon has the first P of the devices and the decode daemon the last D; where there are fewer than
+both together they share some, and bytes still go from one GPU to another. This process is both workers: it fills pages
+on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
 `ready` is the time from the report that all pages are computed to decode's Ready, `messages` what the same takes where
 no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links, `plain`: copies of as
 many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run;
@@ -21,6 +22,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from delta import PAGE_SIZE, compute, daemon, factors_on, nothing_missing, rounds_of_products, stages, synchronize
@@ -29,6 +31,9 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
 from kvferry.daemon.cli.stack import Stack
 from kvferry.proto import common_pb2
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import rank_devices
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
@@ -82,19 +87,16 @@ def devices_of(pair: str, devices: list[str]) -> tuple[list[str], list[str]]:
     prefill, decode = map(int, pair.split(":"))
     if devices == ["cpu"]:
         return ["cpu"] * prefill, ["cpu"] * decode
-    if prefill + decode > len(devices):
-        raise SystemExit(f"--pairs has {pair}; --devices has {len(devices)}: each rank needs a GPU of its own")
-    return devices[:prefill], devices[-decode:]
+    return rank_devices.devices_of(devices, prefill, decode)
 
 
 def links(sending: list[str], receiving: list[str], nbytes: int) -> float:
     """Seconds of plain copies of as many bytes, between all ranks that share heads at once, each after products."""
-    lanes = max(len(sending), len(receiving))
-    pairs = [(sending[i * len(sending) // lanes], receiving[i * len(receiving) // lanes]) for i in range(lanes)]
+    pairs = rank_devices.pairs_of(len(sending), len(receiving))
     buffers = [
         (
-            torch.empty(nbytes // lanes, dtype=torch.uint8, device=one),
-            torch.empty(nbytes // lanes, dtype=torch.uint8, device=other),
+            torch.empty(nbytes // len(pairs), dtype=torch.uint8, device=sending[one]),
+            torch.empty(nbytes // len(pairs), dtype=torch.uint8, device=receiving[other]),
         )
         for one, other in pairs
     ]

@@ -1,6 +1,7 @@
 """Clients that leave and daemons that die, under load: no wrong token, no hang, nothing leaked.
 
-python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--ranks 2:1] [--output bench/results/vllm-chaos.txt]
+python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--ranks 2:1] [--dp 2] [--rank-kills 2]
+    [--output bench/results/vllm-chaos.txt]
 
 VLLM_LEAVE_SECONDS: clients that leave do so within that time (4; no longer than a reply takes, or few of them leave).
 """
@@ -13,7 +14,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -107,11 +108,15 @@ async def client_loop(
         wanted.compare(run.comparison, f"request {run.done}", number, reply)
 
 
+def by_turns(*names: list[str]) -> list[str]:
+    return [name for turn in zip(*names, strict=True) for name in turn]
+
+
 async def restart_loop(run: Run, cluster: Cluster) -> None:
     chosen = random.Random(5)
-    for number in range(run.restarts):
+    names = by_turns(cluster.daemons_of("decode"), cluster.daemons_of("prefill"))
+    for name in (names * run.restarts)[: run.restarts]:
         await asyncio.sleep(chosen.uniform(2.0, 8.0))
-        name = ("decode", "prefill")[number % 2]
         await asyncio.to_thread(cluster.kill_daemon, name)
         await asyncio.sleep(chosen.uniform(0.0, 3.0))
         await asyncio.to_thread(cluster.start_daemon, name)
@@ -158,7 +163,8 @@ def leaks(cluster: Cluster) -> list[str]:
             for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 if value := cluster.metric(name, f"vllm:{metric}"):
                     found.append(f"{name} engine: {metric} is {value}")
-            found += held(name, cluster.stats(name))
+            for daemon in cluster.daemons_of(name):
+                found += held(daemon, cluster.stats(daemon))
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(1.0)
@@ -172,6 +178,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--decode-blocks", type=int, default=64)
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel ranks, of prefill and of decode")
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
     parser.add_argument(
         "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks that are killed behind it"
@@ -182,7 +189,8 @@ def main() -> int:
     asked = prompts(4, 3)
     with Cluster(Spec()) as cluster:
         wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
-    spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks, pool=args.pool)
+    spec = Spec(decode_blocks=args.decode_blocks, ranks=ranks, dp=args.dp, pool=args.pool)
+    spec = replace(spec, extra={"deadline_seconds": 20.0})
     with Cluster(spec) as cluster:
         cluster.kvferry()
         told, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)

@@ -3,7 +3,7 @@
 
 VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
 VLLM_DECODE_PYTHON  decode's, where it has another vLLM
-VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill's ranks on the first, decode's on the last; without it vLLM for CPUs
+VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: as rank_devices.py shares them out to ranks; without it vLLM for CPUs
 VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
 VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,11 +30,15 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
+from small_models import model_of_heads
 
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
-from kvferry.workers.smollm import cache_folder, converted_model, made
+from kvferry.workers.smollm import converted_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rank_devices import devices_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
@@ -46,8 +49,6 @@ STOP_SECONDS = 60.0
 BLOCK = 32
 CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
-LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4  # of the model of `model_of_heads`
-SPREAD = 0.08  # of its weights: two best logits are seldom near each other
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
@@ -250,6 +251,10 @@ class Cluster:
         """Name of a data-parallel rank's daemon."""
         return engine if self.spec.dp == 1 else f"{engine}-{rank}"
 
+    def daemons_of(self, role: str) -> list[str]:
+        """Names of the daemons of one role."""
+        return [name for name in self._daemon_words if name.partition("-")[0] == role]
+
     def start_daemon(self, name: str) -> None:
         self.daemons[name] = self.stack.start(f"{name}-daemon", self._daemon_words[name])
         self.stack.ready(self.daemons[name])
@@ -317,9 +322,12 @@ class Cluster:
 
     def _devices(self, name: str) -> list[str]:
         role, _, number = name.partition("-")
-        ranks = self.spec.ranks.get(role, 1) if self.spec.dp == 1 else self.spec.dp
-        first = int(number or 0) * ranks
-        return DEVICES[-ranks:] if name == "decode" else DEVICES[first : first + ranks]
+        sending, receiving = (
+            self.spec.ranks.get(side, 1) if self.spec.dp == 1 else self.spec.dp for side in ("prefill", "decode")
+        )
+        if number:
+            return DEVICES[int(number) * sending : (int(number) + 1) * sending]
+        return devices_of(DEVICES, sending, receiving)[role == "decode"]
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{port}.log"
@@ -340,12 +348,13 @@ class Cluster:
     def kill_rank(self, name: str) -> None:
         """Kills the process of an engine's last rank, whereupon vLLM ends the engine, and starts the engine anew."""
         engine = self.engines[name]
-        workers = [
+        of_rank = "Worker" if self.spec.dp == 1 else "EngineCore"
+        ranks = [
             child for child in psutil.Process(engine.popen.pid).children(recursive=True)
-            if any("Worker" in word for word in child.cmdline())
+            if any(of_rank in word for word in child.cmdline())
         ]  # fmt: skip
-        assert workers, f"{name} has no processes of ranks"
-        max(workers, key=lambda child: child.cmdline()[0]).kill()
+        assert ranks, f"{name} has no processes of ranks"
+        max(ranks, key=lambda child: child.cmdline()[0]).kill()
         engine.popen.wait(STOP_SECONDS)
         self._wait(engine.again())
 
@@ -367,35 +376,6 @@ def model_folder() -> Path:
     """VLLM_MODEL, or SmolLM2-135M-Instruct as the demo of kvferry converts it."""
     named = os.environ.get("VLLM_MODEL")
     return Path(named) if named else converted_model()
-
-
-def model_of_heads() -> Path:
-    """A small Llama with random weights and KV heads for several ranks: SmolLM2, whose tokenizer it has, has three."""
-    return made(cache_folder() / f"random-{KV_HEADS}-heads", partial(_write_model, converted_model()))
-
-
-def _write_model(base: Path, folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig.from_pretrained(base)
-    config.update(
-        {
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HIDDEN // HEADS,
-            "tie_word_embeddings": False,
-            "initializer_range": SPREAD,
-        }
-    )
-    torch.manual_seed(7)
-    for file in base.iterdir():
-        if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
-            shutil.copy(file, folder / file.name)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
 def free_port() -> int:
