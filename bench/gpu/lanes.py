@@ -1,6 +1,6 @@
 """One session between daemons of several ranks: a prompt's pages from the GPUs of one to those of the other.
 
-    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
+    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4] [--output FILE]
 
 In P:D the prefill daemon has the first P of the devices and the decode daemon the last D; where there are fewer than
 both together they share some, and bytes still go from one GPU to another. This process is both workers: it fills pages
@@ -181,6 +181,13 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     return took
 
 
+def say(line: str, file: str | None) -> None:
+    print(line, flush=True)
+    if file is not None:
+        with open(file, "a") as output:
+            output.write(line + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", default=["2:2", "1:2", "2:1", "1:1"], metavar="P:D")
@@ -188,18 +195,22 @@ def main() -> int:
     parser.add_argument("--gib", nargs="+", type=float, default=[1.0, 4.0], help="of a prompt's pages, on all ranks")
     parser.add_argument("--slot-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--output", metavar="FILE", help="has the same behind what it had")
     args = parser.parse_args()
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    print(
-        f"{gpu}, torch {torch.__version__}, {os.cpu_count()} processors, {args.slots} slots of {args.slot_bytes} a rank"
+    say(
+        f"{gpu}, torch {torch.__version__}, {os.cpu_count()} processors, {args.slots} slots of {args.slot_bytes} a "
+        f"rank, {args.devices}",
+        args.output,
     )
-    print(
-        "ranks payload   ready ms  GB/s  messages   moved  GB/s  plain ms  GB/s  of links   stages of a part, mean us"
+    say(
+        "ranks payload   ready ms  GB/s  messages   moved  GB/s  plain ms  GB/s  of links   stages of a part, mean us",
+        args.output,
     )
     for pair in args.pairs:
         for gib in args.gib:
-            print(asyncio.run(measure(pair, gib, args)), flush=True)
-    print("every byte of two rounds of each row compared")
+            say(asyncio.run(measure(pair, gib, args)), args.output)
+    say("every byte of two rounds of each row compared", args.output)
     return 0
 
 

@@ -44,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
 DECODE_PYTHON = Path(os.environ.get("VLLM_DECODE_PYTHON", PYTHON))
 MODEL_NAME = "smol"
+ENGINES = ("alone", "prefill", "decode")
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 BLOCK = 32
@@ -88,6 +89,7 @@ class Spec:
     ranks: Mapping[str, int] = field(default_factory=dict)  # tensor-parallel, by engine; else 1
     dp: int = 1  # data-parallel ranks of prefill and of decode, each with a daemon of its own, "prefill-0" ...
     prefills: int = 1  # prefill engines; of several, "prefill-0" ..., each has a daemon and devices of its own
+    decodes: int = 1  # the same of decode
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
     extra_of: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by engine
@@ -144,7 +146,11 @@ class Cluster:
     @property
     def prefills(self) -> list[str]:
         """The prefill engines' names."""
-        return ["prefill"] if self.spec.prefills == 1 else [f"prefill-{i}" for i in range(self.spec.prefills)]
+        return names_of("prefill", self.spec.prefills)
+
+    @property
+    def decodes(self) -> list[str]:
+        return names_of("decode", self.spec.decodes)
 
     # -- what there can be -----------------------------------------------------------------------------------------
 
@@ -152,11 +158,11 @@ class Cluster:
         return self._wait(self._vllm("alone", None))
 
     def nixl(self) -> None:
-        """Prefill engines and a decode engine with vLLM's own connector; routers ask prefill first."""
+        """Prefill and decode engines with vLLM's own connector; routers ask prefill first."""
         port = (
             SIDE_PORT if CACHES else free_port()
         )  # vLLM's compile caches go by it: one for all, and so an address each
-        for place, name in enumerate((*self.prefills, "decode"), 1):
+        for place, name in enumerate((*self.prefills, *self.decodes), 1):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
@@ -171,18 +177,19 @@ class Cluster:
     def start_nixl_front(self) -> None:
         port = free_port()
         words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), str(port)]
-        words += [self.engines[name].url for name in ("decode", *self.prefills)]
+        words += [",".join(self.engines[name].url for name in self.decodes)]
+        words += [self.engines[name].url for name in self.prefills]
         self.front = self._wait(self._spawn("front", port, words, {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
         module, _, class_name = self.spec.connector_class.partition(":")
         here = [str(ROOT / "bench" / "vllm"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        for name in (*self.prefills, "decode"):
+        for name in (*self.prefills, *self.decodes):
             transfer: dict[str, object] = {
                 "kv_connector": class_name,
                 "kv_connector_module_path": module,
-                "kv_role": "kv_consumer" if name == "decode" else "kv_producer",
+                "kv_role": "kv_consumer" if role_of(name) == "decode" else "kv_producer",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
                     "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
@@ -217,7 +224,7 @@ class Cluster:
         else:
             rank, ranks = ("", "") if self.spec.dp == 1 else ("-{dp_rank}", f",{self.spec.dp}")
             words += ["--vllm-prefill", *(f"{name}{rank}={self.engines[name].url}{ranks}" for name in self.prefills)]
-            words += ["--vllm-decode", self.engines["decode"].url + ranks]
+            words += ["--vllm-decode", *(self.engines[name].url + ranks for name in self.decodes)]
         front = self.stack.start("front", words)
         self.front = f"http://{self.stack.ready(front)}"
 
@@ -231,13 +238,14 @@ class Cluster:
         pool = ["--pool", "engine"] if self.spec.pool == "engine" else ["--pool-bytes", self.spec.pool_bytes]
         common = ["--page-size", str(self.spec.page_size), *pool, *self.spec.daemon_flags]
         peers: list[str] = []
-        for place, (engine, rank) in enumerate(product((*self.prefills, "decode"), range(self.spec.dp))):
+        for place, (engine, rank) in enumerate(product((*self.prefills, *self.decodes), range(self.spec.dp))):
             name, listen = self.daemon_of(engine, rank), f"127.0.0.1:{free_port()}"
-            role = "decode" if engine == "decode" else "prefill"
+            role = role_of(engine)
             words = ["serve", "--role", role, "--name", name, "--listen", listen, *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(place)]
             if DEVICES:
-                words += ["--device", ",".join(self._devices(engine) if self.spec.dp == 1 else [DEVICES[rank]])]
+                own = self._devices(engine)
+                words += ["--device", ",".join(own if self.spec.dp == 1 else own[rank : rank + 1])]
             else:
                 words += ["--ranks", str(self.spec.ranks.get(role, 1))]
             if role == "prefill":
@@ -253,7 +261,7 @@ class Cluster:
 
     def daemons_of(self, role: str) -> list[str]:
         """Names of the daemons of one role."""
-        return [name for name in self._daemon_words if name.partition("-")[0] == role]
+        return [name for name in self._daemon_words if role_of(name) == role]
 
     def start_daemon(self, name: str) -> None:
         self.daemons[name] = self.stack.start(f"{name}-daemon", self._daemon_words[name])
@@ -275,7 +283,8 @@ class Cluster:
         return sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", text, re.M))
 
     def _vllm(self, name: str, transfer: dict[str, object] | None, environment: dict[str, str] | None = None) -> Engine:
-        python = self.spec.decode_python if name == "decode" else self.spec.python
+        role = role_of(name)
+        python = self.spec.decode_python if role == "decode" else self.spec.python
         if not python.exists():
             raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
         port = free_port()
@@ -288,9 +297,9 @@ class Cluster:
                 (self.spec.decode_flags, self.spec.decode_blocks),
                 (self.spec.prefill_flags, self.spec.prefill_blocks),
             )
-            more, blocks = of_decode if name == "decode" else of_prefill
+            more, blocks = of_decode if role == "decode" else of_prefill
             words += more
-        if (ranks := self.spec.ranks.get(name.partition("-")[0], 1)) > 1:
+        if (ranks := self.spec.ranks.get(role, 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
         if self.spec.dp > 1 and name != "alone":
             words += ["--data-parallel-size", str(self.spec.dp)]
@@ -308,7 +317,7 @@ class Cluster:
         }
         if DEVICES:
             words += ["--gpu-memory-utilization", str(GPU_SHARE)]
-            if kv_bytes := self.spec.decode_bytes if name == "decode" else self.spec.prefill_bytes:
+            if kv_bytes := self.spec.decode_bytes if role == "decode" else self.spec.prefill_bytes:
                 words += ["--kv-cache-memory-bytes", str(kv_bytes // ranks)]
             settings["CUDA_VISIBLE_DEVICES"] = ",".join(each.removeprefix("cuda:") for each in self._devices(name))
         if CACHES:  # one for each: two that compile at once do not share
@@ -322,12 +331,12 @@ class Cluster:
 
     def _devices(self, name: str) -> list[str]:
         role, _, number = name.partition("-")
-        sending, receiving = (
-            self.spec.ranks.get(side, 1) if self.spec.dp == 1 else self.spec.dp for side in ("prefill", "decode")
-        )
-        if number:
-            return DEVICES[int(number) * sending : (int(number) + 1) * sending]
-        return devices_of(DEVICES, sending, receiving)[role == "decode"]
+        ranks = {role: self.spec.ranks.get(role, 1) if self.spec.dp == 1 else self.spec.dp for role in ENGINES}
+        if role == "alone" or number:
+            back = self.spec.decodes * ranks[role] if role == "decode" else len(DEVICES)
+            first = len(DEVICES) - back + int(number or 0) * ranks[role]
+            return DEVICES[first : first + ranks[role]]
+        return devices_of(DEVICES, ranks["prefill"], ranks["decode"])[role == "decode"]
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{port}.log"
@@ -370,6 +379,15 @@ class Cluster:
                 pass
             time.sleep(0.5)
         raise ClusterError(f"{engine.name} was not up within {START_SECONDS:g} s:\n{engine.tail()}")
+
+
+def names_of(role: str, engines: int) -> list[str]:
+    return [role] if engines == 1 else [f"{role}-{number}" for number in range(engines)]
+
+
+def role_of(name: str) -> str:
+    """The role of an engine or a daemon."""
+    return name.partition("-")[0]
 
 
 def model_folder() -> Path:
