@@ -1,6 +1,7 @@
 """One session between daemons of several ranks: a prompt's pages from the GPUs of one to those of the other.
 
-    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4] [--output FILE]
+    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
+        [--output FILE]
 
 In P:D the prefill daemon has the first P of the devices and the decode daemon the last D; where there are fewer than
 both together they share some, and bytes still go from one GPU to another. This process is both workers: it fills pages
