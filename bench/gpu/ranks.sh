@@ -14,7 +14,7 @@ source bench/gpu/packed_vllm.sh
 SHAPE=${SHAPE:-llama-70b}
 export VLLM_DEVICES=${DEVICES:-cuda:0,cuda:1}
 gib=$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0) / 1024 - 1))
-VLLM_MODEL=$($PYTHON bench/gpu/shapes.py "$SHAPE" "$HOME/m8" "$HOME/$SHAPE" --pairs ${FIT:-${*:-2:2 1:1}} --layers "${LAYERS:-16}" \
+VLLM_MODEL=$($PYTHON bench/model_shapes.py "$SHAPE" "$HOME/m8" "$HOME/$SHAPE" --pairs ${FIT:-${*:-2:2 1:1}} --layers "${LAYERS:-16}" \
   --gpus "$(tr , '\n' <<<"$VLLM_DEVICES" | grep -c .)" --gpu-gib "$gib") || exit 2
 export VLLM_MODEL
 for ranks in ${*:-2:2 1:1}; do

@@ -30,7 +30,6 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
-from small_models import model_of_heads
 
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
@@ -39,6 +38,7 @@ from kvferry.workers.smollm import converted_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rank_devices import devices_of
+from small_models import model_of_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All GPUs of one host, 2, 4 or 8: what many ranks and a fleet of servers do with as many as there are.
-#   bash bench/gpu/host.sh OUTPUT_FOLDER [STEP...]    PLAN=1 prints the calls of the scripts beside it, and makes none
+#   bash bench/gpu_host.sh OUTPUT_FOLDER [STEP...]    PLAN=1 prints the calls of scripts of bench/gpu, and makes none
 # lanes   one session over all ranks: its bytes a second, the sum of the links (lanes.py)
 # P:D     ranks of Qwen3-32B's shape: TTFT, hand-off and its parts, GPU memory and processors, NixlConnector in the same call (ranks.sh)
 # fleet   prefill and decode servers of the 8B shape, one a GPU, under chats that return to any prefill server (fleet.sh): 6 + 2 on 8
@@ -9,8 +9,8 @@
 # Without steps: all of them, which takes about an hour on 4 GPUs. GPUS=N, of those that are there; SHAPE, LAYERS, RANK_SYSTEMS, AT_ONCE, REQUESTS as for ranks.sh: without
 # LAYERS as many as fit for every pair; SYSTEMS, as for fleet.sh, and SECONDS_EACH of one.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
-OUT_DIR=${1:?bash bench/gpu/host.sh OUTPUT_FOLDER [STEP...]}
+cd "$(dirname "$0")/.."
+OUT_DIR=${1:?bash bench/gpu_host.sh OUTPUT_FOLDER [STEP...]}
 shift
 export PYTHON=${PYTHON:-python3}
 gpus=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)}

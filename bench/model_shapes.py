@@ -1,6 +1,6 @@
 """Folders of models without weights, for vLLM's --load-format dummy: shapes that need several GPUs.
 
-python bench/gpu/shapes.py SHAPE BASE FOLDER --pairs 4:4 2:4 [--gpus 4] [--gpu-gib 79] [--layers N] [--tokens 43392]
+python bench/model_shapes.py SHAPE BASE FOLDER --pairs 4:4 2:4 [--gpus 4] [--gpu-gib 79] [--layers N] [--tokens 43392]
 
 SHAPE: llama-70b, qwen3-32b. BASE has a Llama's config.json and a word-level tokenizer, which gets as many words as the
 shape's vocabulary. Without --layers they are as many as fit, of the model's own at most, for every pair P:D of prefill
@@ -18,7 +18,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rank_devices import devices_of
 
 ELEMENT = 2  # bytes of bfloat16
@@ -27,7 +26,7 @@ ROOM_GIB = 6.0  # of an engine's rank: activations, graphs, NCCL, contexts; its 
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     architecture: str
     kind: str
     layers: int
@@ -73,12 +72,12 @@ class Shape:
 
 
 SHAPES = {
-    "llama-70b": Shape("LlamaForCausalLM", "llama", 80, 8192, 28672, 64, 128256, 5e5),
-    "qwen3-32b": Shape("Qwen3ForCausalLM", "qwen3", 64, 5120, 25600, 64, 151936, 1e6),
+    "llama-70b": ModelShape("LlamaForCausalLM", "llama", 80, 8192, 28672, 64, 128256, 5e5),
+    "qwen3-32b": ModelShape("Qwen3ForCausalLM", "qwen3", 64, 5120, 25600, 64, 151936, 1e6),
 }
 
 
-def make(shape: Shape, layers: int, base: Path, folder: Path) -> None:
+def make(shape: ModelShape, layers: int, base: Path, folder: Path) -> None:
     shutil.copytree(base, folder, dirs_exist_ok=True)
     config = json.loads((base / "config.json").read_text()) | shape.config(layers)
     (folder / "config.json").write_text(json.dumps(config))
