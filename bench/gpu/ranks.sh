@@ -3,7 +3,7 @@
 # NixlConnector, with a model's shape without weights.
 #   bash bench/gpu/ranks.sh [OUTPUT_FOLDER] [P:D...]   2:2 and 1:1; where the GPUs are fewer than P + D some have a rank of both
 # SHAPE=llama-70b|qwen3-32b   LAYERS=16: 0 are as many as fit for every pair of FIT="P:D ...", those that are measured
-# RANK_SYSTEMS="nixl blocks"  DEVICES=cuda:0,cuda:1    COMPARE='more of gpu_compare's flags'    RANK_SECONDS=280, of a pair
+# RANK_SYSTEMS="nixl blocks"  DEVICES=cuda:0,cuda:1    COMPARE='more of gpu_compare's flags'    RANK_SECONDS=280, of a system
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -20,9 +20,10 @@ export VLLM_MODEL
 for ranks in ${*:-2:2 1:1}; do
   # Ranks of unlike numbers share heads only where these are outermost in a block.
   [ "${ranks%:*}" = "${ranks#*:}" ] && layout=() || layout=(VLLM_KV_CACHE_LAYOUT=HND)
-  env "${layout[@]}" timeout "${RANK_SECONDS:-280}" $PYTHON bench/vllm/gpu_compare.py run --ranks "$ranks" \
-    --systems ${RANK_SYSTEMS:-nixl blocks} --at-once ${AT_ONCE:-1 4} --tokens-out 16 --visits 1 --requests "${REQUESTS:-40}" \
-    ${COMPARE:-} --output "$OUT_DIR/ranks.json" 2>&1 | tail -40
+  for system in ${RANK_SYSTEMS:-nixl blocks}; do
+    env "${layout[@]}" timeout "${RANK_SECONDS:-280}" $PYTHON bench/vllm/gpu_compare.py run --ranks "$ranks" --systems "$system" \
+      --at-once ${AT_ONCE:-1 4} --tokens-out 16 --visits 1 --requests "${REQUESTS:-40}" ${COMPARE:-} --output "$OUT_DIR/ranks.json" 2>&1 | tail -40
+  done
 done
 $PYTHON bench/vllm/gpu_compare.py table "$OUT_DIR/ranks.json" --output "$OUT_DIR/gpu_ranks.txt"
 tar -cJf "$OUT_DIR/caches-ranks.tar.xz" -C "$HOME" vllm-caches # in the pack they spare the next machine the compiling
