@@ -6,8 +6,8 @@
 # fleet   prefill and decode servers of the 8B shape, one a GPU, under chats that return to any prefill server (fleet.sh): 6 + 2 on 8
 #         GPUs, 2 + 2 on 4, 1 + 1 on 2 (DECODES=1: 3 + 1 on 4)
 # half    the same on half of the GPUs, under half of the chats; not on 2
-# Without steps: all of them, which takes about an hour on 4 GPUs. GPUS=N, of those that are there; SHAPE, LAYERS, RANK_SYSTEMS, AT_ONCE, REQUESTS, RANK_SECONDS as for
-# ranks.sh: without LAYERS as many as fit for every pair; SYSTEMS, as for fleet.sh, and SECONDS_EACH of one.
+# Without steps: all of them, some 40 minutes on 4 GPUs. GPUS=N, of those that are there. SHAPE, LAYERS, RANK_SYSTEMS, AT_ONCE, REQUESTS
+# and RANK_SECONDS as for ranks.sh: without LAYERS as many as fit for every pair. SYSTEMS, as for fleet.sh, and SECONDS_EACH of one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT_DIR=${1:?bash bench/gpu_host.sh OUTPUT_FOLDER [STEP...]}
