@@ -180,6 +180,8 @@ def main() -> int:
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel ranks, of prefill and of decode")
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
+    parser.add_argument("--pool-bytes", default=Spec().pool_bytes, help="of each daemon")
+    parser.add_argument("--host-bytes", default=Spec().host_bytes, help="of the host tier of decode's")
     parser.add_argument(
         "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks that are killed behind it"
     )
@@ -190,7 +192,7 @@ def main() -> int:
     with Cluster(Spec()) as cluster:
         wanted = Wanted(asyncio.run(references(cluster.alone().url, asked, args.max_tokens)))
     spec = Spec(decode_blocks=args.decode_blocks, ranks=ranks, dp=args.dp, pool=args.pool)
-    spec = replace(spec, extra={"deadline_seconds": 20.0})
+    spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes, extra={"deadline_seconds": 20.0})
     with Cluster(spec) as cluster:
         cluster.kvferry()
         told, failed = run_on(cluster, asked, wanted, args.aborts, args.restarts, args.clients, args.max_tokens)
