@@ -1,9 +1,11 @@
 """One session between daemons of several ranks: a prompt's pages from the GPUs of one to those of the other.
 
     python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
+        [--output FILE]
 
-In P:D the prefill daemon has the first P of the devices and the decode daemon the last D. This process is both workers:
-it fills pages on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
+In P:D the prefill daemon has the first P of the devices and the decode daemon the last D; where there are fewer than
+both together they share some, and bytes still go from one GPU to another. This process is both workers: it fills pages
+on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
 `ready` is the time from the report that all pages are computed to decode's Ready, `messages` what the same takes where
 no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links, `plain`: copies of as
 many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run;
@@ -21,6 +23,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from delta import PAGE_SIZE, compute, daemon, factors_on, nothing_missing, rounds_of_products, stages, synchronize
@@ -29,6 +32,9 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
 from kvferry.daemon.cli.stack import Stack
 from kvferry.proto import common_pb2
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import rank_devices
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
@@ -82,19 +88,16 @@ def devices_of(pair: str, devices: list[str]) -> tuple[list[str], list[str]]:
     prefill, decode = map(int, pair.split(":"))
     if devices == ["cpu"]:
         return ["cpu"] * prefill, ["cpu"] * decode
-    if prefill + decode > len(devices):
-        raise SystemExit(f"--pairs has {pair}; --devices has {len(devices)}: each rank needs a GPU of its own")
-    return devices[:prefill], devices[-decode:]
+    return rank_devices.devices_of(devices, prefill, decode)
 
 
 def links(sending: list[str], receiving: list[str], nbytes: int) -> float:
     """Seconds of plain copies of as many bytes, between all ranks that share heads at once, each after products."""
-    lanes = max(len(sending), len(receiving))
-    pairs = [(sending[i * len(sending) // lanes], receiving[i * len(receiving) // lanes]) for i in range(lanes)]
+    pairs = rank_devices.pairs_of(len(sending), len(receiving))
     buffers = [
         (
-            torch.empty(nbytes // lanes, dtype=torch.uint8, device=one),
-            torch.empty(nbytes // lanes, dtype=torch.uint8, device=other),
+            torch.empty(nbytes // len(pairs), dtype=torch.uint8, device=sending[one]),
+            torch.empty(nbytes // len(pairs), dtype=torch.uint8, device=receiving[other]),
         )
         for one, other in pairs
     ]
@@ -179,6 +182,13 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     return took
 
 
+def say(line: str, file: str | None) -> None:
+    print(line, flush=True)
+    if file is not None:
+        with open(file, "a") as output:
+            output.write(line + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", default=["2:2", "1:2", "2:1", "1:1"], metavar="P:D")
@@ -186,18 +196,22 @@ def main() -> int:
     parser.add_argument("--gib", nargs="+", type=float, default=[1.0, 4.0], help="of a prompt's pages, on all ranks")
     parser.add_argument("--slot-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--output", metavar="FILE", help="has the same behind what it had")
     args = parser.parse_args()
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    print(
-        f"{gpu}, torch {torch.__version__}, {os.cpu_count()} processors, {args.slots} slots of {args.slot_bytes} a rank"
+    say(
+        f"{gpu}, torch {torch.__version__}, {os.cpu_count()} processors, {args.slots} slots of {args.slot_bytes} a "
+        f"rank, {args.devices}",
+        args.output,
     )
-    print(
-        "ranks payload   ready ms  GB/s  messages   moved  GB/s  plain ms  GB/s  of links   stages of a part, mean us"
+    say(
+        "ranks payload   ready ms  GB/s  messages   moved  GB/s  plain ms  GB/s  of links   stages of a part, mean us",
+        args.output,
     )
     for pair in args.pairs:
         for gib in args.gib:
-            print(asyncio.run(measure(pair, gib, args)), flush=True)
-    print("every byte of two rounds of each row compared")
+            say(asyncio.run(measure(pair, gib, args)), args.output)
+    say("every byte of two rounds of each row compared", args.output)
     return 0
 
 

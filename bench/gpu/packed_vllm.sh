@@ -10,6 +10,7 @@ if [ ! -d "$HOME/site/vllm" ]; then
   tar -xJf "$PACK/cache-llama8b.tar.xz" -C "$HOME"
   mkdir -p "$HOME/vllm-caches"
   for each in alone prefill decode; do cp -a "$HOME/vc-p" "$HOME/vllm-caches/$each"; done
+  for each in "$PACK"/caches-*.tar.xz; do [ ! -e "$each" ] || tar -xJf "$each" -C "$HOME"; done # that ranks.sh has left
 fi
 export PYTHONPATH=$PYTHONPATH:$HOME/site VLLM_PYTHON=$(command -v "$PYTHON") VLLM_CACHES=$HOME/vllm-caches
 export VLLM_MODEL=${VLLM_MODEL:-$HOME/m8} VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0

@@ -1,7 +1,8 @@
 """Clients that leave, daemons that die, daemons and engines that stand still, under load: no wrong token, no hang,
 nothing leaked.
 
-python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--stops 8] [--ranks 2:1] [--output FILE]
+python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--stops 8] [--ranks 2:1] [--dp 2] [--rank-kills 2]
+    [--output FILE]
 
 A token that differs from one vLLM's is counted apart where a pair with NixlConnector says it, too. A stop is SIGSTOP
 and, seconds later, SIGCONT.
@@ -18,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -138,6 +139,10 @@ async def client_loop(
         wanted.compare(run.comparison, f"request {run.done}", number, reply)
 
 
+def by_turns(*names: list[str]) -> list[str]:
+    return [name for turn in zip(*names, strict=True) for name in turn]
+
+
 async def restart_loop(run: Run, cluster: Cluster) -> None:
     """Kills and stops, one at a time: a daemon that stands still is not killed before it has gone on."""
     chosen = random.Random(5)
@@ -149,7 +154,8 @@ async def restart_loop(run: Run, cluster: Cluster) -> None:
 
 
 async def kill(run: Run, cluster: Cluster, chosen: random.Random) -> None:
-    name = ("decode", "prefill")[run.restarted % 2]
+    names = by_turns(cluster.daemons_of("decode"), cluster.daemons_of("prefill"))
+    name = names[run.restarted % len(names)]
     await asyncio.to_thread(cluster.kill_daemon, name)
     await asyncio.sleep(chosen.uniform(0.0, 3.0))
     await asyncio.to_thread(cluster.start_daemon, name)
@@ -159,8 +165,8 @@ async def kill(run: Run, cluster: Cluster, chosen: random.Random) -> None:
 async def stop(run: Run, cluster: Cluster, chosen: random.Random) -> None:
     """A daemon, its couriers going on, or all processes of an engine."""
     places: list[tuple[dict[str, Engine] | dict[str, Process], str, Callable[[int, int], None]]] = [
-        (cluster.daemons, "decode", os.kill),
-        (cluster.daemons, "prefill", os.kill),
+        (cluster.daemons, cluster.daemons_of("decode")[0], os.kill),
+        (cluster.daemons, cluster.daemons_of("prefill")[0], os.kill),
         (cluster.engines, "decode", os.killpg),
         (cluster.engines, "prefill", os.killpg),
     ]
@@ -223,7 +229,8 @@ def leaks(cluster: Cluster) -> list[str]:
             for metric in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 if value := cluster.metric(name, f"vllm:{metric}"):
                     found.append(f"{name} engine: {metric} is {value}")
-            found += held(name, cluster.stats(name))
+            for daemon in cluster.daemons_of(name):
+                found += held(daemon, cluster.stats(daemon))
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(1.0)
@@ -238,7 +245,10 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--decode-blocks", type=int, default=64)
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel ranks, of prefill and of decode")
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
+    parser.add_argument("--pool-bytes", default=Spec().pool_bytes, help="of each daemon")
+    parser.add_argument("--host-bytes", default=Spec().host_bytes, help="of the host tier of decode's")
     parser.add_argument(
         "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks that are killed behind it"
     )
@@ -251,7 +261,8 @@ def main() -> int:
     with Cluster(Spec(decode_blocks=args.decode_blocks, ranks=ranks)) as cluster:
         cluster.nixl()
         wanted = Wanted(alone, opinions(cluster, asked, args.max_tokens))
-    spec = Spec(decode_blocks=args.decode_blocks, extra={"deadline_seconds": 20.0}, ranks=ranks, pool=args.pool)
+    spec = Spec(decode_blocks=args.decode_blocks, ranks=ranks, dp=args.dp, pool=args.pool)
+    spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes, extra={"deadline_seconds": 20.0})
     with Cluster(spec) as cluster:
         cluster.kvferry()
         faults = Faults(args.aborts, args.restarts, args.stops)

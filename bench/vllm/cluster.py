@@ -3,7 +3,7 @@
 
 VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
 VLLM_DECODE_PYTHON  decode's, where it has another vLLM
-VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill's ranks on the first, decode's on the last; without it vLLM for CPUs
+VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: as rank_devices.py shares them out to ranks; without it vLLM for CPUs
 VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
 VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -35,19 +34,22 @@ import psutil
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
-from kvferry.workers.smollm import cache_folder, converted_model, made
+from kvferry.workers.smollm import converted_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rank_devices import devices_of
+from small_models import model_of_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / "build" / "vllm-venv" / "bin" / "python"))
 DECODE_PYTHON = Path(os.environ.get("VLLM_DECODE_PYTHON", PYTHON))
 MODEL_NAME = "smol"
+ENGINES = ("alone", "prefill", "decode")
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 BLOCK = 32
 CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
-LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4  # of the model of `model_of_heads`
-SPREAD = 0.08  # of its weights: two best logits are seldom near each other
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
@@ -88,6 +90,7 @@ class Spec:
     dp: int = 1  # data-parallel ranks of prefill and of decode, each with a daemon of its own, "prefill-0" ...
     first_token: str = "decode"  # the front end's --first-token
     prefills: int = 1  # prefill engines; of several, "prefill-0" ..., each has a daemon and devices of its own
+    decodes: int = 1  # the same of decode
     connector_class: str = "kvferry.connectors.vllm:KVFerryConnector"
     extra: dict[str, object] = field(default_factory=dict)  # of kv_connector_extra_config
     extra_of: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by engine
@@ -144,7 +147,11 @@ class Cluster:
     @property
     def prefills(self) -> list[str]:
         """The prefill engines' names."""
-        return ["prefill"] if self.spec.prefills == 1 else [f"prefill-{i}" for i in range(self.spec.prefills)]
+        return names_of("prefill", self.spec.prefills)
+
+    @property
+    def decodes(self) -> list[str]:
+        return names_of("decode", self.spec.decodes)
 
     # -- what there can be -----------------------------------------------------------------------------------------
 
@@ -152,11 +159,11 @@ class Cluster:
         return self._wait(self._vllm("alone", None))
 
     def nixl(self) -> None:
-        """Prefill engines and a decode engine with vLLM's own connector; routers ask prefill first."""
+        """Prefill and decode engines with vLLM's own connector; routers ask prefill first."""
         port = (
             SIDE_PORT if CACHES else free_port()
         )  # vLLM's compile caches go by it: one for all, and so an address each
-        for place, name in enumerate((*self.prefills, "decode"), 1):
+        for place, name in enumerate((*self.prefills, *self.decodes), 1):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
@@ -171,18 +178,19 @@ class Cluster:
     def start_nixl_front(self) -> None:
         port = free_port()
         words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), str(port)]
-        words += [self.engines[name].url for name in ("decode", *self.prefills)]
+        words += [",".join(self.engines[name].url for name in self.decodes)]
+        words += [self.engines[name].url for name in self.prefills]
         self.front = self._wait(self._spawn("front", port, words, {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
         module, _, class_name = self.spec.connector_class.partition(":")
         here = [str(ROOT / "bench" / "vllm"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        for name in (*self.prefills, "decode"):
+        for name in (*self.prefills, *self.decodes):
             transfer: dict[str, object] = {
                 "kv_connector": class_name,
                 "kv_connector_module_path": module,
-                "kv_role": "kv_consumer" if name == "decode" else "kv_producer",
+                "kv_role": "kv_consumer" if role_of(name) == "decode" else "kv_producer",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
                     "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
@@ -217,7 +225,7 @@ class Cluster:
         else:
             rank, ranks = ("", "") if self.spec.dp == 1 else ("-{dp_rank}", f",{self.spec.dp}")
             words += ["--vllm-prefill", *(f"{name}{rank}={self.engines[name].url}{ranks}" for name in self.prefills)]
-            words += ["--vllm-decode", self.engines["decode"].url + ranks]
+            words += ["--vllm-decode", *(self.engines[name].url + ranks for name in self.decodes)]
             if self.spec.first_token != "decode":  # trees that are compared may not know the flag
                 words += ["--first-token", self.spec.first_token]
         front = self.stack.start("front", words)
@@ -233,13 +241,14 @@ class Cluster:
         pool = ["--pool", "engine"] if self.spec.pool == "engine" else ["--pool-bytes", self.spec.pool_bytes]
         common = ["--page-size", str(self.spec.page_size), *pool, *self.spec.daemon_flags]
         peers: list[str] = []
-        for place, (engine, rank) in enumerate(product((*self.prefills, "decode"), range(self.spec.dp))):
+        for place, (engine, rank) in enumerate(product((*self.prefills, *self.decodes), range(self.spec.dp))):
             name, listen = self.daemon_of(engine, rank), f"127.0.0.1:{free_port()}"
-            role = "decode" if engine == "decode" else "prefill"
+            role = role_of(engine)
             words = ["serve", "--role", role, "--name", name, "--listen", listen, *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(place)]
             if DEVICES:
-                words += ["--device", ",".join(self._devices(engine) if self.spec.dp == 1 else [DEVICES[rank]])]
+                own = self._devices(engine)
+                words += ["--device", ",".join(own if self.spec.dp == 1 else own[rank : rank + 1])]
             else:
                 words += ["--ranks", str(self.spec.ranks.get(role, 1))]
             if role == "prefill":
@@ -252,6 +261,10 @@ class Cluster:
     def daemon_of(self, engine: str, rank: int = 0) -> str:
         """Name of a data-parallel rank's daemon."""
         return engine if self.spec.dp == 1 else f"{engine}-{rank}"
+
+    def daemons_of(self, role: str) -> list[str]:
+        """Names of the daemons of one role."""
+        return [name for name in self._daemon_words if role_of(name) == role]
 
     def start_daemon(self, name: str) -> None:
         self.daemons[name] = self.stack.start(f"{name}-daemon", self._daemon_words[name])
@@ -273,7 +286,8 @@ class Cluster:
         return sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:\{{.*\}})? (\S+)$", text, re.M))
 
     def _vllm(self, name: str, transfer: dict[str, object] | None, environment: dict[str, str] | None = None) -> Engine:
-        python = self.spec.decode_python if name == "decode" else self.spec.python
+        role = role_of(name)
+        python = self.spec.decode_python if role == "decode" else self.spec.python
         if not python.exists():
             raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
         port = free_port()
@@ -286,9 +300,9 @@ class Cluster:
                 (self.spec.decode_flags, self.spec.decode_blocks),
                 (self.spec.prefill_flags, self.spec.prefill_blocks),
             )
-            more, blocks = of_decode if name == "decode" else of_prefill
+            more, blocks = of_decode if role == "decode" else of_prefill
             words += more
-        if (ranks := self.spec.ranks.get(name.partition("-")[0], 1)) > 1:
+        if (ranks := self.spec.ranks.get(role, 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
         if self.spec.dp > 1 and name != "alone":
             words += ["--data-parallel-size", str(self.spec.dp)]
@@ -306,7 +320,7 @@ class Cluster:
         }
         if DEVICES:
             words += ["--gpu-memory-utilization", str(GPU_SHARE)]
-            if kv_bytes := self.spec.decode_bytes if name == "decode" else self.spec.prefill_bytes:
+            if kv_bytes := self.spec.decode_bytes if role == "decode" else self.spec.prefill_bytes:
                 words += ["--kv-cache-memory-bytes", str(kv_bytes // ranks)]
             settings["CUDA_VISIBLE_DEVICES"] = ",".join(each.removeprefix("cuda:") for each in self._devices(name))
         if CACHES:  # one for each: two that compile at once do not share
@@ -320,9 +334,12 @@ class Cluster:
 
     def _devices(self, name: str) -> list[str]:
         role, _, number = name.partition("-")
-        ranks = self.spec.ranks.get(role, 1) if self.spec.dp == 1 else self.spec.dp
-        first = int(number or 0) * ranks
-        return DEVICES[-ranks:] if name == "decode" else DEVICES[first : first + ranks]
+        ranks = {role: self.spec.ranks.get(role, 1) if self.spec.dp == 1 else self.spec.dp for role in ENGINES}
+        if role == "alone" or number:
+            back = self.spec.decodes * ranks[role] if role == "decode" else len(DEVICES)
+            first = len(DEVICES) - back + int(number or 0) * ranks[role]
+            return DEVICES[first : first + ranks[role]]
+        return devices_of(DEVICES, ranks["prefill"], ranks["decode"])[role == "decode"]
 
     def _spawn(self, name: str, port: int, words: list[str], settings: dict[str, str]) -> Engine:
         log = self.folder / f"{name}-{port}.log"
@@ -343,12 +360,13 @@ class Cluster:
     def kill_rank(self, name: str) -> None:
         """Kills the process of an engine's last rank, whereupon vLLM ends the engine, and starts the engine anew."""
         engine = self.engines[name]
-        workers = [
+        of_rank = "Worker" if self.spec.dp == 1 else "EngineCore"
+        ranks = [
             child for child in psutil.Process(engine.popen.pid).children(recursive=True)
-            if any("Worker" in word for word in child.cmdline())
+            if any(of_rank in word for word in child.cmdline())
         ]  # fmt: skip
-        assert workers, f"{name} has no processes of ranks"
-        max(workers, key=lambda child: child.cmdline()[0]).kill()
+        assert ranks, f"{name} has no processes of ranks"
+        max(ranks, key=lambda child: child.cmdline()[0]).kill()
         engine.popen.wait(STOP_SECONDS)
         self._wait(engine.again())
 
@@ -366,39 +384,19 @@ class Cluster:
         raise ClusterError(f"{engine.name} was not up within {START_SECONDS:g} s:\n{engine.tail()}")
 
 
+def names_of(role: str, engines: int) -> list[str]:
+    return [role] if engines == 1 else [f"{role}-{number}" for number in range(engines)]
+
+
+def role_of(name: str) -> str:
+    """The role of an engine or a daemon."""
+    return name.partition("-")[0]
+
+
 def model_folder() -> Path:
     """VLLM_MODEL, or SmolLM2-135M-Instruct as the demo of kvferry converts it."""
     named = os.environ.get("VLLM_MODEL")
     return Path(named) if named else converted_model()
-
-
-def model_of_heads() -> Path:
-    """A small Llama with random weights and KV heads for several ranks: SmolLM2, whose tokenizer it has, has three."""
-    return made(cache_folder() / f"random-{KV_HEADS}-heads", partial(_write_model, converted_model()))
-
-
-def _write_model(base: Path, folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig.from_pretrained(base)
-    config.update(
-        {
-            "hidden_size": HIDDEN,
-            "intermediate_size": 2 * HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HIDDEN // HEADS,
-            "tie_word_embeddings": False,
-            "initializer_range": SPREAD,
-        }
-    )
-    torch.manual_seed(7)
-    for file in base.iterdir():
-        if file.suffix not in (".safetensors", ".bin") and file.name != "config.json":
-            shutil.copy(file, folder / file.name)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
 def free_port() -> int:

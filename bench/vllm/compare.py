@@ -27,7 +27,7 @@ EQUAL = 0.999  # kvferry counts what stands before a part, too
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What kvferry's decode daemon did; zeros without one."""
+    """What kvferry's decode daemons did; zeros without one."""
 
     delta_pages: int = 0
     hit_tokens: int = 0
@@ -82,9 +82,13 @@ def wire_bytes(cluster: Cluster, system: str) -> float:
 def done_by(cluster: Cluster, system: str) -> Done:
     if system != "kvferry":
         return Done()
-    stats = cluster.stats("decode")
-    requests = stats.requests
-    return Done(stats.transfers.delta_pages, requests.hit_tokens, requests.host_hit_tokens, requests.queried_tokens)
+    every = [cluster.stats(name) for name in cluster.daemons_of("decode")]
+    return Done(
+        sum(each.transfers.delta_pages for each in every),
+        sum(each.requests.hit_tokens for each in every),
+        sum(each.requests.host_hit_tokens for each in every),
+        sum(each.requests.queried_tokens for each in every),
+    )
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -1,9 +1,11 @@
-"""Several prefill engines and one decode engine under prompts with shared prefixes: the workload that SGLang published
-for its decode radix cache (three prefill servers and one decode server, 1,000 requests of a shared prefix of 50,000
-tokens and 4,500 of their own, 200 tokens out), behind kvferry's front end.
+"""Prefill engines and one decode engine, or more, under prompts with shared prefixes: the workload that SGLang
+published for its decode radix cache (three prefill servers and one decode server, 1,000 requests of a shared prefix of
+50,000 tokens and 4,500 of their own, 200 tokens out), behind kvferry's front end. With --turns each request is a chat,
+whose next turn may go to any prefill engine.
 
 VLLM_DEVICES=cuda:0,cuda:1,cuda:2,cuda:3 python bench/vllm/fleet.py run --output build/fleet.json
-    [--systems nixl-cold nixl kvferry kvferry-back] [--prefills 3] [--requests 1000] [--at-once 56] [--prefixes 10]
+    [--systems nixl-cold nixl kvferry kvferry-back] [--prefills 3] [--decodes 1] [--requests 1000] [--turns 1]
+    [--at-once 56] [--prefixes 10]
     [--decode-tokens 819200] [--prefill-tokens 819200]
 python bench/vllm/fleet.py table build/fleet.json --output bench/results/gpu_fleet.txt
 
@@ -56,22 +58,28 @@ class Load:
     output: int
     at_once: int
     requests: int
+    turns: int = 1  # of each of them, which then are chats: a turn has what was answered, and as much of its own again
+    decodes: int = 1  # engines, to one of which each prefix goes
 
     @property
     def longest(self) -> int:
-        return self.prefix + self.own + self.output
+        return self.prefix + self.turns * (self.own + self.output)
 
     @property
     def shared_tokens(self) -> int:
         """Of KV that a decode engine needs which keeps each prefix once."""
-        return self.prefixes * self.prefix + self.at_once * (self.own + self.output + 2 * BLOCK)
+        chats = -(-self.at_once // self.decodes)
+        return self.prefixes * self.prefix + chats * (self.longest - self.prefix + 2 * BLOCK)
 
     def prompts(self) -> Iterator[list[int]]:
         ids = random.Random(SEED)
-        top = TOP_ID if DEVICES else TOP_ID_OF_SMOL
-        heads = [fresh(ids, self.prefix, top) for _ in range(self.prefixes)]
+        heads = [self.words(ids, self.prefix) for _ in range(self.prefixes)]
         for _ in range(self.requests):
-            yield ids.choice(heads) + fresh(ids, self.own, top)
+            yield ids.choice(heads) + self.words(ids, self.own)
+
+    @staticmethod
+    def words(ids: random.Random, count: int) -> list[int]:
+        return fresh(ids, count, TOP_ID if DEVICES else TOP_ID_OF_SMOL)
 
 
 @dataclass(slots=True)
@@ -104,7 +112,7 @@ def spec_of(system: str, args: argparse.Namespace) -> Spec:
     else:
         blocks = [tokens // BLOCK for tokens in (args.decode_tokens, args.prefill_tokens)]
         spec = Spec(decode_blocks=blocks[0], prefill_blocks=blocks[1], flags=(*SMALL, *length))
-    spec = replace(spec, prefills=args.prefills, host_bytes="0")
+    spec = replace(spec, prefills=args.prefills, decodes=args.decodes, host_bytes="0")
     if system == "nixl-cold":
         return replace(spec, decode_flags=("--no-enable-prefix-caching",))
     if system == "nixl":
@@ -120,26 +128,38 @@ def spec_of(system: str, args: argparse.Namespace) -> Spec:
 
 
 def load_of(args: argparse.Namespace) -> Load:
-    return Load(args.prefixes, args.prefix, args.own, args.output_tokens, args.at_once, args.requests)
+    shape = (args.prefixes, args.prefix, args.own, args.output_tokens)
+    return Load(*shape, args.at_once, args.requests, args.turns, args.decodes)
 
 
 async def drive(cluster: Cluster, load: Load, seconds: float) -> Measured:
     """seconds: after which no further request begins."""
     got, prompts = Measured(), enumerate(load.prompts())
-    answers: dict[int, tuple[float, float, Answer]] = {}
+    answers: list[tuple[float, float, Answer]] = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.at_once)
     timeout = httpx.Timeout(float(DEADLINE_SECONDS))
     async with httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits) as client:
 
+        async def turn(name: str, prompt: list[int]) -> list[int]:
+            """The prompt with its answer; nothing where there is none."""
+            body, asked = body_of(prompt, load.output), time.perf_counter() - began
+            try:
+                answer = await ask(client, cluster.front, prompt, body)
+            except (RuntimeError, httpx.HTTPError) as error:
+                got.failed.append(f"{name}: {type(error).__name__} {error}"[:300])
+                return []
+            answers.append((asked, time.perf_counter() - began, answer))
+            return prompt + answer.ids
+
         async def asker(until: float) -> None:
             while time.perf_counter() < until and (one := next(prompts, None)):
-                body, asked = body_of(one[1], load.output), time.perf_counter() - began
-                try:
-                    answer = await ask(client, cluster.front, one[1], body)
-                except (RuntimeError, httpx.HTTPError) as error:
-                    got.failed.append(f"request {one[0]}: {type(error).__name__} {error}"[:300])
-                else:
-                    answers[one[0]] = (asked, time.perf_counter() - began, answer)
+                number, prompt = one
+                own = random.Random(SEED + number)
+                for asking in range(load.turns):
+                    said_so_far = await turn(f"request {number}, turn {asking + 1}", prompt)
+                    if not said_so_far or time.perf_counter() >= until:
+                        break
+                    prompt = said_so_far + load.words(own, load.own)
 
         before, sent, links = await said(client, cluster), sent_by_link(cluster), nvlink_bytes()
         sampling = asyncio.create_task(sampled(client, cluster, got))
@@ -155,7 +175,7 @@ async def drive(cluster: Cluster, load: Load, seconds: float) -> Measured:
     got.nvlink = {
         gpu: (out - links[gpu][0], came - links[gpu][1]) for gpu, (out, came) in nvlink_bytes().items() if gpu in links
     }
-    for _, (begun, ended, answer) in sorted(answers.items()):
+    for begun, ended, answer in sorted(answers, key=lambda each: each[:2]):
         got.begun.append(begun)
         got.ended.append(ended)
         got.ttft_ms.append(answer.ttft_ms)
@@ -168,7 +188,8 @@ async def sampled(client: httpx.AsyncClient, cluster: Cluster, got: Measured) ->
     """Means, so far, of what decode has running and waiting."""
     count = 0
     while True:
-        text, now = (await client.get(cluster.engines["decode"].url + "/metrics")).text, {}
+        urls, now = [cluster.engines[name].url for name in cluster.decodes], {}
+        text = "\n".join([(await client.get(url + "/metrics")).text for url in urls])
         for name in ("running", "waiting"):
             put(now, name, text, f"vllm:num_requests_{name}")
         count += 1
@@ -250,8 +271,8 @@ def run(args: argparse.Namespace) -> int:
             f"of their own are {load.shared_tokens}: fewer --prefixes or --at-once"
         )
         return 2
-    if DEVICES and len(DEVICES) < args.prefills + 1:
-        print(f"VLLM_DEVICES has {len(DEVICES)}; --prefills is {args.prefills}, and decode needs one more")
+    if DEVICES and len(DEVICES) < args.prefills + args.decodes:
+        print(f"VLLM_DEVICES has {len(DEVICES)}; --prefills is {args.prefills} and --decodes {args.decodes}")
         return 2
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -294,11 +315,15 @@ def table(args: argparse.Namespace) -> int:
 def shape_of(row: dict[str, dict[str, object]]) -> str:
     of = row["shape"]
     return (
-        f"{of['machine']}\n{of['prefills']} prefill + 1 decode; {of['requests']} requests, {of['at_once']} at a time, "
-        f"of {of['prefixes']} prefixes of {of['prefix']} tokens and {of['own']} of their own, {of['output_tokens']} "
-        f"out; KV for {of['decode_tokens']} tokens at decode, {of['prefill_tokens']} at each prefill engine; caches "
-        "cold at the start"
+        f"{of['machine']}\n{of['prefills']} prefill + {of.get('decodes', 1)} decode; {of['requests']} requests"
+        f"{turns_told(of.get('turns', 1))}, {of['at_once']} at a time, of {of['prefixes']} prefixes of {of['prefix']} "
+        f"tokens and {of['own']} of their own, {of['output_tokens']} out; KV for {of['decode_tokens']} tokens at "
+        f"decode, {of['prefill_tokens']} at each prefill engine; caches cold at the start"
     )
+
+
+def turns_told(turns: int) -> str:
+    return "" if turns == 1 else f" of {turns} turns"
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -335,6 +360,7 @@ def details(system: str, got: Measured) -> str:
     links = [f"{name} {value / GIB:.1f} GiB" for name, value in got.sent.items() if " to " in name and value]
     counted = [f"GPU {gpu} {sent / GIB:.1f} out, {came / GIB:.1f} in" for gpu, (sent, came) in got.nvlink.items()]
     choices = [f"{name} {value:.0f}" for name, value in got.sent.items() if " to " not in name and value]
+    hits = [f"{told:,.0f} tokens"] if (told := got.told.get("D hit tokens")) else []
     stages = [f"{name} {value:.1f}" for name, value in got.told.items() if name in STAGES_TOLD]
     return f"{system}: " + "; ".join(
         f"{what} {', '.join(each)}"
@@ -342,6 +368,7 @@ def details(system: str, got: Measured) -> str:
             ("links:", links),
             ("NVLink GiB:", counted),
             ("way back:", choices),
+            ("decode's engines held", hits),
             ("ms in the mean:", stages),
             ("GPU GiB:", [f"{name} {mib / 1024:.1f}" for name, mib in got.memory.items()]),
         )
@@ -377,7 +404,9 @@ def main() -> int:
     runs.add_argument("--output", required=True, metavar="FILE")
     runs.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     runs.add_argument("--prefills", type=int, default=3)
+    runs.add_argument("--decodes", type=int, default=1)
     runs.add_argument("--requests", type=int, default=1000)
+    runs.add_argument("--turns", type=int, default=1, help="of each request, which then is a chat")
     runs.add_argument("--at-once", type=int, default=56)
     runs.add_argument("--prefixes", type=int, default=10)
     runs.add_argument("--prefix", type=int, default=50_000, metavar="TOKENS")

@@ -27,14 +27,17 @@ import json
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import psutil
 from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
 from engine_threads import descendants
 from gpu_turns import STAGES, Measured, Shape, drive, median
+from rank_devices import devices_of
 from rich.console import Console
 from rich.table import Table
 
@@ -119,10 +122,29 @@ def gpu_memory(cluster: Cluster) -> dict[str, int]:
         text=True,
         check=False,
     ).stdout
-    used = {int(line.split(",")[0]): int(line.split(",")[1]) for line in told.splitlines() if line.strip()}
-    tops = {name: engine.popen.pid for name, engine in cluster.engines.items()}
+    used: Counter[int] = Counter()  # a process has a line for each GPU
+    for line in filter(str.strip, told.splitlines()):
+        process, mib = map(int, line.split(","))
+        used[process] += mib
+    return {name: sum(used[process] for process in every) for name, every in processes(cluster).items()}
+
+
+def processes(cluster: Cluster) -> dict[str, list[int]]:
+    """Those of each engine and daemon, by what it is."""
+    tops = {name: engine.popen.pid for name, engine in cluster.engines.items() if name != "front"}
     tops |= {f"{name} daemon": daemon.popen.pid for name, daemon in cluster.daemons.items()}
-    return {name: sum(used.get(pid, 0) for pid in descendants(top)) for name, top in tops.items() if name != "front"}
+    return {name: descendants(top) for name, top in tops.items()}
+
+
+def cpu_seconds(cluster: Cluster) -> dict[str, float]:
+    """So far, of the processes that live."""
+    found = dict.fromkeys(processes(cluster), 0.0)
+    for name, every in processes(cluster).items():
+        for process in every:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(process).cpu_times()
+                found[name] += times.user + times.system
+    return found
 
 
 def warm(cluster: Cluster, url: str, output: int) -> None:
@@ -148,9 +170,12 @@ class Running:
         """Measured once, as a row."""
         rounds = max(1, round(args.requests / (key.at_once * (args.turns - 1))))
         shape = Shape(args.first, args.more, args.turns, key.output)
+        before, began = cpu_seconds(self.cluster), time.monotonic()
         got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds))
-        memory = gpu_memory(self.cluster)
-        return {"system": self.system, "key": asdict(key), "got": asdict(got), "memory": memory}
+        seconds = time.monotonic() - began
+        cores = {name: (each - before.get(name, 0)) / seconds for name, each in cpu_seconds(self.cluster).items()}
+        row = {"system": self.system, "key": asdict(key), "got": asdict(got)}
+        return {**row, "memory": gpu_memory(self.cluster), "cores": cores}
 
 
 @contextlib.contextmanager
@@ -213,7 +238,17 @@ def run(args: argparse.Namespace) -> int:
 def keep(output: Path, args: argparse.Namespace, rows: Rows) -> None:
     head = {"machine": f"{gpus()}, {machine()}", "devices": DEVICES, "shape": {**vars(args), "go": ""}, "rows": rows}
     with output.open("a") as file:
-        file.write(json.dumps(head) + "\n")
+        file.write(json.dumps({**head, "model": model_told(model_folder()), "places": places(args.ranks)}) + "\n")
+
+
+def model_told(model: Path) -> str:
+    config = json.loads((model / "config.json").read_text())
+    return f"{model.name}: {config['architectures'][0]}, {config['num_hidden_layers']} layers"
+
+
+def places(ranks: str) -> str:
+    prefill, decode = devices_of(DEVICES, *map(int, ranks.split(":")))
+    return f"ranks {ranks}: prefill on {', '.join(prefill)}, decode on {', '.join(decode)}"
 
 
 def gpus() -> str:
@@ -233,30 +268,38 @@ def spread(values: list[float]) -> str:
     return f"{median(ordered):.1f} ({low:.0f}-{high:.0f})"
 
 
-def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[tuple[Measured, dict[str, int]]]]]:
+class Visit(NamedTuple):
+    got: Measured
+    memory: dict[str, int]  # MiB of GPUs'
+    cores: dict[str, float]  # of processors, in use in the mean
+
+
+def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[Visit]]]:
     """What was measured by cell and system, in the order of the visits."""
-    cells: dict[Key, dict[str, list[tuple[Measured, dict[str, int]]]]] = {}
+    cells: dict[Key, dict[str, list[Visit]]] = {}
     for part in parts:
         for row in part["rows"]:
             at = cells.setdefault(Key(**row["key"]), {})
-            at.setdefault(row["system"], []).append((Measured(**row["got"]), row["memory"]))
+            visit = Visit(Measured(**row["got"]), row["memory"], row.get("cores", {}))
+            at.setdefault(row["system"], []).append(visit)
     return cells
 
 
 COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "2nd ms")
-COLUMNS += ("between ms", "/s", "MiB each", "D hits", "GPU GiB")
+COLUMNS += ("between ms", "/s", "MiB each", "D hits", "GPU GiB", "cores")
 
 
-def shown(key: Key, systems: dict[str, list[tuple[Measured, dict[str, int]]]]) -> Table:
+def shown(key: Key, systems: dict[str, list[Visit]]) -> Table:
     table = Table(title=f"{key}: turns 2 and later")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("system", "of it") else "right")
     for system in (each for each in SYSTEMS if each in systems):
-        table.add_row(system, *cells_of([got for got, _ in systems[system]], systems[system][-1][1]))
+        table.add_row(system, *cells_of(systems[system]))
     return table
 
 
-def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
+def cells_of(all_visits: list[Visit]) -> list[str]:
+    visits, last = [visit.got for visit in all_visits], all_visits[-1]
     told = {name: [value for got in visits for value in got.told.get(name, [])] for got in visits for name in got.told}
     ttft = [value for got in visits for value in got.ttft_ms]
     answers = len(ttft)
@@ -284,7 +327,8 @@ def cells_of(visits: list[Measured], memory: dict[str, int]) -> list[str]:
         spread([value for got in visits for value in got.per_second]),
         f"{moved / answers / (1 << 20):.1f}",
         f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
-        ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in memory.items()),
+        ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in last.memory.items()),
+        ", ".join(f"{name} {cores:.2f}" for name, cores in last.cores.items()) or "-",
     ]
 
 
@@ -300,6 +344,8 @@ def write_table(args: argparse.Namespace) -> int:
     console = Console(record=True, width=230)
     for told in sorted({f"{part['machine']}, {', '.join(part['devices'])}" for part in parts}):
         console.print(told)
+    for name in ("model", "places"):
+        console.print(*sorted({part[name] for part in parts if name in part}), sep="\n")
     shapes = sorted({tuple(part["shape"][name] for name in ("first", "more", "turns")) for part in parts})
     console.print(", ".join(f"first turns of {a} tokens, {b} more in each of {c - 1} turns" for a, b, c in shapes))
     console.print(

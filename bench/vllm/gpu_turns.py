@@ -152,12 +152,12 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
     for name, (server, metric) in COUNTERS.items():
         put(found, name, texts.get(server, ""), f"vllm:{metric}")
     if cluster.daemons:
-        stats = cluster.stats("decode")
-        found["kvferry bytes"] = stats.transfers.wire_bytes
-        found["kvferry restored bytes"] = stats.tiers.restored_pages * stats.host.page_bytes
-        found["kvferry restore seconds"] = stats.tiers.restore_seconds
-        for used in stats.copies.strategies:
-            found[f"copied {used.strategy}"] = used.bytes
+        for stats in map(cluster.stats, cluster.daemons_of("decode")):
+            add(found, "kvferry bytes", stats.transfers.wire_bytes)
+            add(found, "kvferry restored bytes", stats.tiers.restored_pages * stats.host.page_bytes)
+            add(found, "kvferry restore seconds", stats.tiers.restore_seconds)
+            for used in stats.copies.strategies:
+                add(found, f"copied {used.strategy}", used.bytes)
         daemons = {daemon: cluster.stats(daemon) for daemon in cluster.daemons}
         for name, (role, stage) in STAGES.items():
             stages = [
@@ -170,6 +170,10 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
                 found[f"{name} sum"] = sum(each.sum for each in times)
                 found[f"{name} count"] = sum(sum(each.counts) for each in times)
     return found
+
+
+def add(found: dict[str, float], name: str, value: float) -> None:
+    found[name] = found.get(name, 0.0) + value
 
 
 def put(found: dict[str, float], name: str, text: str, metric: str) -> None:

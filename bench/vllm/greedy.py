@@ -68,6 +68,8 @@ def main() -> int:
     parser.add_argument("--alone-ranks", type=int, default=1, metavar="N", help="of the one vLLM without kvferry")
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
+    parser.add_argument("--pool-bytes", default=Spec().pool_bytes, help="of each daemon")
+    parser.add_argument("--host-bytes", default=Spec().host_bytes, help="of the host tier of decode's")
     parser.add_argument(
         "--cases", nargs="+", choices=("large", "small"), default=("large", "small"), help="decode caches"
     )
@@ -92,6 +94,7 @@ def main() -> int:
     for case in args.cases:
         blocks = args.small_blocks if case == "small" else 0
         spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks, dp=args.dp)
+        spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes)
         with Cluster(replace(spec, extra={"deadline_seconds": 120.0})) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))

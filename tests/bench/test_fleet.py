@@ -31,6 +31,12 @@ def test_each_system_gets_the_same_prompts(fleet: ModuleType) -> None:
     assert len({tuple(prompt[50:]) for prompt in prompts}) == 40
 
 
+def test_chats_grow_and_decode_engines_share_them(fleet: ModuleType) -> None:
+    load = fleet.Load(prefixes=3, prefix=50, own=7, output=5, at_once=5, requests=40, turns=4, decodes=2)
+    assert load.longest == 50 + 4 * 12
+    assert load.shared_tokens == 3 * 50 + 3 * (4 * 12 + 64)
+
+
 @pytest.mark.parametrize(("tokens", "fits"), [(150 + 4 * (7 + 5 + 64), True), (150 + 4 * (7 + 5 + 64) - 1, False)])
 def test_what_decode_cannot_hold_is_refused(
     fleet: ModuleType,
