@@ -1,7 +1,10 @@
 """The host tier beside one GPU: how fast it comes to be, and its copies against the link.
 
-    python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only growth copies beside] [--strategies auto staged]
-                                  [--buffers 8x16 12x8 12x16]
+    python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only daemon growth copies beside] [--rounds 2]
+                                  [--strategies auto staged] [--buffers 8x16 12x8 12x16]
+
+Daemon: `kvferry serve --role decode` with a tier of --gib and without one, by turns: seconds until it is ready, until
+its first worker has a pool, and from then until the first part of the tier may be used and until all may; its memory.
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
 standstill of the event loop meanwhile, what lies in huge pages, and what the driver takes to allocate pinned memory
@@ -31,17 +34,24 @@ from statistics import median
 from typing import Any, cast
 from unittest import mock
 
+import grpc
 import torch
 
 from kvferry._core import GpuCopyEngine
+from kvferry.client.client import DaemonClient
+from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory import gpu_ranks
 from kvferry.daemon.memory.gpu import GpuPoolMemory
 from kvferry.daemon.memory.gpu_probe import near_cpus
 from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.proto import common_pb2
+from kvferry.radix.digests import root_digest
 from kvferry.radix.tree import RESTORE, SPILL
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, StorageOrder
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.geometry.pool_shape import PoolShape
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
 from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT, STRATEGIES
@@ -55,7 +65,7 @@ SHAPES = {
 POOL_BYTES, TIER_BYTES = 4 * GIB, 8 * GIB
 UNDER_WAY = 6  # copies in each direction
 WAYS: dict[str, tuple[Any, ...]] = {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}
-PARTS = ("growth", "copies", "beside")
+PARTS = ("daemon", "growth", "copies", "beside")
 HIDDEN, INSIDE, LAYERS, BATCH = 4096, 14336, 32, 16
 TOLD_SECONDS = 0.25
 START_SECONDS = 60.0
@@ -182,10 +192,49 @@ async def stalls(longest: list[float]) -> None:
         longest[0] = max(longest[0], time.perf_counter() - before - 0.001)
 
 
-def in_huge_pages() -> float:
-    """GiB of this process's anonymous memory."""
-    with open("/proc/self/smaps_rollup") as lines:
+def in_huge_pages(pid: int) -> float:
+    """GiB of a process's anonymous memory."""
+    with open(f"/proc/{pid}/smaps_rollup") as lines:
         return next(int(line.split()[1]) / MIB for line in lines if line.startswith("AnonHugePages:"))
+
+
+def memory_of(pid: int) -> str:
+    with open(f"/proc/{pid}/status") as lines:
+        told = {name: int(value.split()[0]) / MIB for name, _, value in (line.partition(":") for line in lines)
+                if name in ("VmRSS", "VmLck", "VmPin")}  # fmt: skip
+    parts = [f"{name} {gib:.1f} GiB" for name, gib in told.items()]
+    return ", ".join([*parts, f"in huge pages {in_huge_pages(pid):.1f} GiB"])
+
+
+async def daemon(gib: int, device: str) -> None:
+    """Times of one that is started, has one worker, and is ended; gib: 0 without a tier."""
+    geometry, _ = SHAPES["2 MiB"]
+    facts = NamespaceFacts("bench", "1", geometry, "sha256_cbor", root_digest()).to_proto()
+    with Stack() as stack:
+        socket = os.path.join(stack.folder, "d.sock")
+        words = ["serve", "--role", "decode", "--name", "d", "--socket", socket, "--listen", "127.0.0.1:0"]
+        words += ["--device", device, "--page-size", str(geometry.page_size), "--pool-bytes", "256MiB"]
+        began = time.perf_counter()
+        process = stack.start("d", [*words, *(["--host-bytes", f"{gib}GiB"] if gib else [])])
+        stack.ready(process)
+        ready = time.perf_counter()
+        client = await DaemonClient.connect(socket, common_pb2.ROLE_DECODE, facts, "bench", deadline_s=60.0)
+        served = time.perf_counter()
+        told = f"a tier of {gib} GiB: ready {ready - began:.2f} s, a worker has its pool {served - ready:.2f} s later"
+        print(told + await asyncio.to_thread(growing, socket, served), flush=True)
+        print(f"  {memory_of(process.popen.pid)}", flush=True)
+        await client.close()
+
+
+def growing(socket: str, began: float) -> str:
+    """When the first part of its tier was there, and all; "" without one."""
+    first = 0.0
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        while (host := fetch(channel).sides[0].host).pages < host.asked_pages:
+            first = first or (time.perf_counter() - began) * (host.pages > 0)
+            time.sleep(0.005)
+    whole = time.perf_counter() - began
+    return f", the first of it {first or whole:.2f} s, all {whole:.2f} s later" if host.pages else ""
 
 
 async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> None:
@@ -201,7 +250,7 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
     print(
         f"pages of {name}, {which}: first GiB {times[0]:.2f} s, {cache.host.pages * geometry.page_bytes / GIB:.0f} GiB "
         f"{times[-1]:.2f} s = {nbytes / GIB / times[-1]:.1f} GiB/s; loop stood still {1e3 * longest[0]:.1f} ms; "
-        f"resident {resident / GIB:.1f} GiB, {in_huge_pages():.1f} of them in huge pages, and "
+        f"resident {resident / GIB:.1f} GiB, {in_huge_pages(os.getpid()):.1f} of them in huge pages, and "
         f"{taken() - before:.0f} MiB of the GPU's memory",
         flush=True,
     )
@@ -313,10 +362,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--strategies", nargs="+", choices=(AUTO, *STRATEGIES), default=[AUTO, *STRATEGIES])
     parser.add_argument("--buffers", nargs="+", default=[""], help="of restores, and their MiB: 8x16 12x8")
+    parser.add_argument("--rounds", type=int, default=2, help="of daemons that are started, with a tier and without")
+    parser.add_argument("--device", default="cuda:0", help="of those daemons")
     parser.add_argument("--decode-steps", action="store_true", help="only steps, until stdin ends")
     args = parser.parse_args()
     if args.decode_steps:
         decode_steps()
+        return
+    for gib in (args.gib, 0) * args.rounds if "daemon" in args.only else ():
+        asyncio.run(daemon(gib, args.device))
+    if set(args.only) == {"daemon"}:
         return
     print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)
     for name, (geometry, _) in SHAPES.items() if "growth" in args.only else ():

@@ -1,4 +1,6 @@
-"""The rows of a host tier come to be chunk by chunk, on a thread, while those before them are used. Shell."""
+"""The rows of a host tier come to be chunk by chunk, on a thread, while those before them are used; a chunk is made
+while the one before it is pinned. Shell.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +46,8 @@ class GrowingRows:
         self._pinner = pinner
         self._pins: list[object] = []
         self._near = near
+        self._ahead = ThreadPoolExecutor(1, "kvferry-host-ahead")
+        self._coming: Future[None] | None = None  # the chunk behind those that are there
 
     @property
     def buffer(self) -> memoryview:
@@ -83,21 +88,42 @@ class GrowingRows:
     def make(self, first: int, last: int) -> Held | None:
         """Has rows [first, last) be there: what they hold of an earlier run. OSError."""
         assert first == self.pages, f"rows from {first} on, {self.pages} are there"
-        start, end = first * self.row_bytes, last * self.row_bytes
-        with MAKING:
-            if lack := self._rows.lacks(start, end):
-                raise OSError(errno.ENOMEM, f"rows {first} to {last - 1}: {lack}")
-            near = self._near[len(self._pins) % len(self._near)] if self._near else ()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.result()
+        else:
+            self._touch(first, last)
+        if self._pinner is not None:
+            if last < self.asked:
+                self._coming = self._ahead.submit(self._touch, last, min(last + self._step, self.asked))
             try:
-                self._rows.make(start, end, near)
-                if self._pinner is not None:
-                    self._pin(self._pinner, self._rows.buffer[start:end])
-            except Exception:  # threads that cannot be had, too
-                self._rows.unmake(start, end)
+                self._pin(self._pinner, self._rows.buffer[first * self.row_bytes : last * self.row_bytes])
+            except Exception:
+                self._let_coming_go(last)
+                self._rows.unmake(first * self.row_bytes, last * self.row_bytes)
                 raise
         found = self._rows.recover(first, last)
         self.pages = last
         return Held.of(found) if found is not None else None
+
+    def _touch(self, first: int, last: int) -> None:
+        """Has the memory of rows [first, last) be there. OSError."""
+        start, end = first * self.row_bytes, last * self.row_bytes
+        with MAKING:
+            if lack := self._rows.lacks(start, end):
+                raise OSError(errno.ENOMEM, f"rows {first} to {last - 1}: {lack}")
+            near = self._near[first // self._step % len(self._near)] if self._near else ()
+            try:
+                self._rows.make(start, end, near)
+            except Exception:  # threads that cannot be had, too
+                self._rows.unmake(start, end)
+                raise
+
+    def _let_coming_go(self, first: int) -> None:
+        """The chunk that begins there, if it was made, is not to be."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.exception() is None:
+            self._rows.unmake(first * self.row_bytes, min(first + self._step, self.asked) * self.row_bytes)
 
     def _pin(self, pinner: Pinner, rows: memoryview) -> None:
         try:
@@ -112,8 +138,10 @@ class GrowingRows:
             self.can_be_sent = False
 
     def close(self) -> None:
-        """Lets them go: no copy of them runs, and none is being made. What is pinned takes seconds, and so may the
+        """Lets them go: no copy of them runs, and none is being pinned. What is pinned takes seconds, and so may the
         device's context, which goes with the last who holds it."""
+        self._let_coming_go(self.pages)
+        self._ahead.shutdown()
         self._pins.clear()
         self._pinner = None
         self._rows.close()

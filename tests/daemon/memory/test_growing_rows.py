@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
+import threading
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,8 @@ def test_a_chunk_without_room_is_not_made_and_those_before_stay(caplog: pytest.L
     with pytest.raises(OSError, match="rows 4 to 5: a cgroup leaves 5"):
         there.make(4, 6)
     assert (there.pages, pins.held, rows.made) == (4, 2, [(0, 2 * ROW), (2 * ROW, 4 * ROW)])
+    there.close()
+    assert rows.let_go == [], "it was not made"
 
 
 def test_what_may_not_be_locked_is_said_before_it_is_pinned(
@@ -185,7 +188,7 @@ def test_a_later_chunk_that_cannot_be_pinned_is_not_used() -> None:
     with pytest.raises(OSError, match=r"not pinned: injected \(memlock limit: "):
         there.make(4, 6)
     assert (there.pages, pins.held, rows.recovered) == (4, 2, [(0, 2), (2, 4)])
-    assert rows.let_go == [(4 * ROW, 6 * ROW)], "memory is short, and nobody uses it"
+    assert rows.let_go == [(6 * ROW, 8 * ROW), (4 * ROW, 6 * ROW)], "memory is short, and nobody uses it"
 
 
 def test_what_there_is_of_a_chunk_that_fails_is_let_go_whatever_the_error() -> None:
@@ -199,6 +202,39 @@ def test_what_there_is_of_a_chunk_that_fails_is_let_go_whatever_the_error() -> N
     with pytest.raises(RuntimeError):
         there.make(2, 4)
     assert (there.pages, rows.let_go) == (2, [(2 * ROW, 4 * ROW)])
+
+
+def test_a_chunk_is_made_while_the_one_before_it_is_pinned() -> None:
+    rows, pins = Rows(), Pins()
+    there, made, pin = growing(rows, pins), threading.Event(), pins.pin
+
+    def pinned(memory: memoryview) -> Pin:
+        if len(pins.asked) < ROWS // 2 - 1:  # behind the last there is none
+            assert made.wait(10), "the next chunk waits for the pin"
+        made.clear()
+        return pin(memory)
+
+    def make(start: int, end: int, cpus: Collection[int]) -> None:
+        rows.made.append((start, end))
+        if start:
+            made.set()
+
+    rows.make, pins.pin = make, pinned  # type: ignore[method-assign]
+    for chunk in there.chunks():
+        there.make(*chunk)
+    assert rows.made == [(at * ROW, (at + 2) * ROW) for at in range(0, ROWS, 2)], "each once, in order"
+    there.close()
+
+
+def test_a_chunk_that_was_made_ahead_of_one_that_fails_is_let_go() -> None:
+    there = growing(rows := Rows(), Pins(good=1))
+    there.make(0, 2)
+    with pytest.raises(OSError, match="not pinned"):
+        there.make(2, 4)
+    assert rows.let_go == [(4 * ROW, 6 * ROW), (2 * ROW, 4 * ROW)]
+    assert rows.recovered == [(0, 2)]
+    there.close()
+    assert len(rows.let_go) == 2, "it is not let go twice"
 
 
 def test_pins_go_before_the_rows() -> None:

@@ -48,7 +48,7 @@ GROWTH = (
     Guard(
         "rows are used once they are made",
         GROWING,
-        "GrowingRows.make",
+        "GrowingRows._touch",
         "self._rows.make(start, end, near)",
         "pass",
         OF_GROWTH,
@@ -56,9 +56,17 @@ GROWTH = (
     Guard(
         "a chunk that has no room is not made",
         GROWING,
-        "GrowingRows.make",
+        "GrowingRows._touch",
         "if lack := self._rows.lacks(start, end):",
         "if False:",
+        OF_GROWTH,
+    ),
+    Guard(
+        "a chunk made ahead of one that cannot be pinned is let go",
+        GROWING,
+        "GrowingRows.make",
+        "self._let_coming_go(last)",
+        "pass",
         OF_GROWTH,
     ),
     Guard(

@@ -107,13 +107,13 @@ class Copies:
     def _scattered(self) -> int:
         return fetch(self._channel).sides[0].transfers.copied_bytes
 
-    async def under_way(self, whole: int, half: asyncio.Future[Any]) -> bool:
+    async def under_way(self, whole: int, half: asyncio.Future[Any], lives: Callable[[], bool] = lambda: True) -> bool:
         """Returns once it is seen that some of so many bytes are scattered: whether others are not. `half` is decode's,
-        or prefill's: neither goes well before all are."""
+        or prefill's: neither goes well before all are. `lives`: whether the other one's process does."""
 
         def look() -> bool:
             copied = 0
-            while copied == 0 and not half.done():
+            while copied == 0 and not half.done() and lives():
                 copied = self._scattered() - self._before
             return 0 < copied < whole
 
@@ -319,7 +319,7 @@ class EngineOfItsOwn:
         """What it says next; None: nothing, since it has ended, or in so long."""
         try:
             return self.pipe.recv() if await asyncio.to_thread(self.pipe.poll, START_SECONDS) else None
-        except EOFError:
+        except (EOFError, OSError):  # killed, maybe with words that it has not read
             return None
 
     async def hand_over(self, number: int, happens: Callable[[int], Coroutine[Any, Any, None]]) -> tuple[bool, bool]:
@@ -332,7 +332,7 @@ class EngineOfItsOwn:
             chunk = self.size.tokens - PAGE
             pushing = self.pair.prefill.push(prompt, name, chunk=chunk, end=False, before_last=gate.wait)
             half = asyncio.ensure_future(pushing)  # type: ignore[arg-type]
-        seen = await copies.under_way(self.size.copied_first, half)
+        seen = await copies.under_way(self.size.copied_first, half, self.process.is_alive)
         assert self.process.pid is not None
         await happens(self.process.pid)
         gate.set()
@@ -361,11 +361,10 @@ def test_an_engine_that_is_killed_and_another(stack: Stack, devices: tuple[str, 
 
     async def run() -> None:
         pair = size.pair(stack, devices)
+        await (pair.decode if role == "prefill" else pair.prefill).connect()
         seen = 0
         for number in range(1, 1 + TRIES):
             engine = await EngineOfItsOwn(pair, role, size, number).here()
-            if number == 1:
-                await engine.other.connect()
             copying, well = await engine.hand_over(number, killed)
             assert not well, "a hand-over went well without its last page"
             seen += copying
@@ -392,9 +391,10 @@ def test_an_engine_that_stands_still_and_goes_on(stack: Stack, devices: tuple[st
 
     async def run() -> None:
         pair = size.pair(stack, devices)
+        await (pair.decode if role == "prefill" else pair.prefill).connect()
         engine, seen = EngineOfItsOwn(pair, role, size, 1), 0
         try:
-            await (await engine.here()).other.connect()
+            await engine.here()
             for number in range(1, 1 + TRIES):
                 copying, well = await engine.hand_over(number, lambda pid: stands_still(pid, 1.0))
                 assert well, f"hand-over {number} failed"
