@@ -2,10 +2,10 @@
 
 from tests.mutants.guard import Guard
 
-FETCHES, RETURNS = ("tests/daemon/core/test_way_back_fetches.py",), ("tests/daemon/core/test_way_back_returns.py",)
-CHOICE = ("tests/daemon/core/test_way_back_choice.py",)
-BLOCKS = ("tests/daemon/core/test_way_back_of_blocks.py",)
-ENGINES = ("tests/daemon/core/test_way_back_engines.py",)
+FETCHES, RETURNS = ("tests/daemon/core/way_back/test_fetches.py",), ("tests/daemon/core/way_back/test_returns.py",)
+CHOICE = ("tests/daemon/core/way_back/test_choice.py",)
+BLOCKS = ("tests/daemon/core/way_back/test_of_blocks.py",)
+ENGINES = ("tests/daemon/core/way_back/test_engines.py",)
 PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
 _CHOICE = "daemon/core/way_back/choice.py"
