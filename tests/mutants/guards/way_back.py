@@ -144,7 +144,7 @@ _CORES = (
         "only what can be read goes back",
         _RETURNS,
         "Returns._readable",
-        "if state not in _READABLE",
+        "if state not in READABLE",
         "if state < 0",
         RETURNS,
     ),
