@@ -113,7 +113,7 @@ class Loans:
                 self._outbox.put(EndSend(session, transfer))
 
     def ask_end(self, session: int, transfer: int) -> None:
-        """Its prefill daemon wants no more of it; EndSend is left by the caller. Idempotent."""
+        """The prefill daemon wants no more of it; EndSend is left by the caller. Idempotent."""
         if (loan := self._open.get((session, transfer))) is not None:
             loan.ending = True
 

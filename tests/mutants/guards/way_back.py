@@ -71,7 +71,7 @@ _CORES = (
     Guard(
         "pages that came in part are cleared again",
         _FETCHES,
-        "Fetches._over",
+        "Fetches._go_on",
         "if self._cache.limits.zero_freed and",
         "if False and",
         FETCHES,
@@ -127,7 +127,7 @@ _CORES = (
     Guard(
         "blocks that nothing was fetched into are not named any more",
         _FETCHES,
-        "Fetches._over",
+        "Fetches._go_on",
         "entry.prompt.blocks.forget()",
         "pass",
         ENGINES,
@@ -183,9 +183,9 @@ _CORES = (
     Guard(
         "numbers of transfers back grow",
         _RETURNS,
-        "Returns._refusal",
-        "if ask.transfer <= newest:",
-        "if ask.transfer < 0:",
+        "Returns.ask",
+        "self._numbers.take(session, ask.transfer) or ",
+        "",
         RETURNS,
     ),
     Guard(
