@@ -4,7 +4,7 @@ they compute with the way back off and on, beside what one endless prefill cache
     python bench/e2e/trace_return.py --trace FILE [--requests 600] [--in-flight 4]
 
 Every prompt in arrival order, one output token each, pages of 256 tokens with 1 KiB of payload, every byte of which the
-synthetic workers check. First one decode server with a tenth of it, then two with a tenth each, that are chosen by load
+synthetic workers check. First one decode server with a tenth of it, or all, then two with a tenth each, chosen by load
 alone: without and with look-ups at the one that does not ask.
 """
 
@@ -92,6 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
     runs = (
         ("one decode server, way back off", one),
         ("one decode server, way back on", replace(one, way_back="always")),
+        ("one that holds all, way back on", replace(one, decode_pages=2 * bound.pages, way_back="always")),
         ("two by load, way back off", two),
         ("two by load, way back on, look-ups off", replace(two, way_back="always", look_ups="off")),
         ("two by load, way back on, look-ups on", replace(two, way_back="always")),
