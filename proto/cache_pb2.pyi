@@ -120,7 +120,7 @@ class SideStats(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., pool: _Optional[_Union[PoolStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., admit_to_ready: _Optional[_Union[LatencyStats, _Mapping]] = ..., peers: _Optional[_Iterable[_Union[PeerStats, _Mapping]]] = ..., host: _Optional[_Union[PoolStats, _Mapping]] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., policy: _Optional[str] = ..., workers: _Optional[int] = ..., quarantine: _Optional[_Union[QuarantineStats, _Mapping]] = ..., events: _Optional[_Union[KvEventStats, _Mapping]] = ..., digests: _Optional[_Union[DigestFacts, _Mapping]] = ..., copies: _Optional[_Union[CopyStats, _Mapping]] = ..., way_back: _Optional[_Union[WayBackStats, _Mapping]] = ...) -> None: ...
 
 class WayBackStats(_message.Message):
-    __slots__ = ("setting", "off_because", "choices", "transfers", "fetched_tokens", "tokens_per_second", "compute_seconds", "fetch_seconds")
+    __slots__ = ("setting", "off_because", "choices", "transfers", "fetched_tokens", "tokens_per_second", "compute_seconds", "fetch_seconds", "look_ups", "elsewhere_tokens", "followed_tokens")
     SETTING_FIELD_NUMBER: _ClassVar[int]
     OFF_BECAUSE_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,9 @@ class WayBackStats(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOOK_UPS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     setting: str
     off_because: str
     choices: _containers.RepeatedCompositeFieldContainer[ReasonCount]
@@ -137,7 +140,22 @@ class WayBackStats(_message.Message):
     tokens_per_second: float
     compute_seconds: float
     fetch_seconds: float
-    def __init__(self, setting: _Optional[str] = ..., off_because: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., fetched_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., fetch_seconds: _Optional[float] = ...) -> None: ...
+    look_ups: LookUpStats
+    elsewhere_tokens: int
+    followed_tokens: int
+    def __init__(self, setting: _Optional[str] = ..., off_because: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., fetched_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., fetch_seconds: _Optional[float] = ..., look_ups: _Optional[_Union[LookUpStats, _Mapping]] = ..., elsewhere_tokens: _Optional[int] = ..., followed_tokens: _Optional[int] = ...) -> None: ...
+
+class LookUpStats(_message.Message):
+    __slots__ = ("found", "nothing", "late", "pages")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    NOTHING_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    found: int
+    nothing: int
+    late: int
+    pages: int
+    def __init__(self, found: _Optional[int] = ..., nothing: _Optional[int] = ..., late: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class DigestFacts(_message.Message):
     __slots__ = ("page_size", "algorithm", "root_digest", "digest_tokens")

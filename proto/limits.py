@@ -13,3 +13,4 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # of a gRPC message: 1 Mi tokens at page 1
 ENDED_IN_ORDER = (("kvferry-ended", "in-order"),)  # behind a worker's session that a daemon ends at its own end
 ERROR_METADATA = "kvferry-error-bin"  # behind an engine's call that failed: a common.proto Error
 MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
+MAX_LOOKED_UP_PAGES = 1 << 14  # of a look-up among daemons: half a MiB of digests

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto import common_pb2 as kvferry_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry/proto/peer.proto\x12\nkvferry.v1\x1a\x1akvferry/proto/common.proto\"\xde\x03\n\x0bPeerMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.PeerHelloH\x00\x12+\n\ncourier_up\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.CourierUpH\x00\x12\x39\n\x11\x63ourier_connected\x18\x03 \x01(\x0b\x32\x1c.kvferry.v1.CourierConnectedH\x00\x12&\n\x07\x63redits\x18\x04 \x01(\x0b\x32\x13.kvferry.v1.CreditsH\x00\x12\x1e\n\x03\x61sk\x18\x05 \x01(\x0b\x32\x0f.kvferry.v1.AskH\x00\x12+\n\nask_failed\x18\x06 \x01(\x0b\x32\x15.kvferry.v1.AskFailedH\x00\x12%\n\x07\x61sk_end\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.AskEndH\x00\x12)\n\task_ended\x18\x08 \x01(\x0b\x32\x14.kvferry.v1.AskEndedH\x00\x12\"\n\x03\x61ux\x18\t \x01(\x0b\x32\x13.kvferry.v1.PeerAuxH\x00\x12 \n\x04\x64one\x18\n \x01(\x0b\x32\x10.kvferry.v1.DoneH\x00\x12*\n\theartbeat\x18\x0b \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x42\x06\n\x04kind\"\xfe\x01\n\tPeerHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_min\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x1e\n\x04role\x18\x05 \x01(\x0e\x32\x10.kvferry.v1.Role\x12)\n\x05\x66\x61\x63ts\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.NamespaceFacts\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x12\n\npage_bytes\x18\x08 \x01(\x04\x12\x14\n\x0c\x63\x61pabilities\x18\t \x03(\t\x12\r\n\x05ranks\x18\n \x01(\r\x12\x11\n\tchecksums\x18\x0b \x01(\x08\"\x89\x01\n\tCourierUp\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x17\n\x0freceive_address\x18\x02 \x01(\x04\x12\x15\n\rreceive_slots\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12&\n\x05ranks\x18\x05 \x03(\x0b\x32\x17.kvferry.v1.CourierRank\"6\n\x0b\x43ourierRank\x12\x17\n\x0freceive_address\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\"\x12\n\x10\x43ourierConnected\"*\n\x06\x43redit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\".\n\x07\x43redits\x12#\n\x07\x63redits\x18\x01 \x03(\x0b\x32\x12.kvferry.v1.Credit\"\x8f\x02\n\x03\x41sk\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12%\n\x04name\x18\x02 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x0c\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\r\n\x05pages\x18\x05 \x01(\r\x12\x17\n\x0fpromised_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x18\n\x10last_full_digest\x18\x08 \x01(\x0c\x12\x13\n\x0btail_digest\x18\t \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x13\n\x0bheld_tokens\x18\x0c \x01(\r\"?\n\tAskFailed\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Error\"*\n\x06\x41skEnd\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1c\n\x08\x41skEnded\x12\x10\n\x08transfer\x18\x01 \x01(\x04\">\n\x07PeerAux\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0c\n\x04\x62lob\x18\x02 \x01(\x0c\"-\n\x04\x44one\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\"\x1d\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x32G\n\x04Peer\x12?\n\x07Session\x12\x17.kvferry.v1.PeerMessage\x1a\x17.kvferry.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry/proto/peer.proto\x12\nkvferry.v1\x1a\x1akvferry/proto/common.proto\"\xa8\x04\n\x0bPeerMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.PeerHelloH\x00\x12+\n\ncourier_up\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.CourierUpH\x00\x12\x39\n\x11\x63ourier_connected\x18\x03 \x01(\x0b\x32\x1c.kvferry.v1.CourierConnectedH\x00\x12&\n\x07\x63redits\x18\x04 \x01(\x0b\x32\x13.kvferry.v1.CreditsH\x00\x12\x1e\n\x03\x61sk\x18\x05 \x01(\x0b\x32\x0f.kvferry.v1.AskH\x00\x12+\n\nask_failed\x18\x06 \x01(\x0b\x32\x15.kvferry.v1.AskFailedH\x00\x12%\n\x07\x61sk_end\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.AskEndH\x00\x12)\n\task_ended\x18\x08 \x01(\x0b\x32\x14.kvferry.v1.AskEndedH\x00\x12\"\n\x03\x61ux\x18\t \x01(\x0b\x32\x13.kvferry.v1.PeerAuxH\x00\x12 \n\x04\x64one\x18\n \x01(\x0b\x32\x10.kvferry.v1.DoneH\x00\x12*\n\theartbeat\x18\x0b \x01(\x0b\x32\x15.kvferry.v1.HeartbeatH\x00\x12$\n\x06lookup\x18\x0c \x01(\x0b\x32\x12.kvferry.v1.LookupH\x00\x12\"\n\x05\x66ound\x18\r \x01(\x0b\x32\x11.kvferry.v1.FoundH\x00\x42\x06\n\x04kind\"\xfe\x01\n\tPeerHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_min\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x1e\n\x04role\x18\x05 \x01(\x0e\x32\x10.kvferry.v1.Role\x12)\n\x05\x66\x61\x63ts\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.NamespaceFacts\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x12\n\npage_bytes\x18\x08 \x01(\x04\x12\x14\n\x0c\x63\x61pabilities\x18\t \x03(\t\x12\r\n\x05ranks\x18\n \x01(\r\x12\x11\n\tchecksums\x18\x0b \x01(\x08\"\x89\x01\n\tCourierUp\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x17\n\x0freceive_address\x18\x02 \x01(\x04\x12\x15\n\rreceive_slots\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12&\n\x05ranks\x18\x05 \x03(\x0b\x32\x17.kvferry.v1.CourierRank\"6\n\x0b\x43ourierRank\x12\x17\n\x0freceive_address\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\"\x12\n\x10\x43ourierConnected\"*\n\x06\x43redit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\".\n\x07\x43redits\x12#\n\x07\x63redits\x18\x01 \x03(\x0b\x32\x12.kvferry.v1.Credit\"\xa0\x02\n\x03\x41sk\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12%\n\x04name\x18\x02 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x0c\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\r\n\x05pages\x18\x05 \x01(\r\x12\x17\n\x0fpromised_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x18\n\x10last_full_digest\x18\x08 \x01(\x0c\x12\x13\n\x0btail_digest\x18\t \x01(\x0c\x12\x14\n\x0cremaining_ms\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x13\n\x0bheld_tokens\x18\x0c \x01(\r\x12\x0f\n\x07\x64igests\x18\r \x01(\x0c\"?\n\x06Lookup\x12\x0e\n\x06lookup\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\"&\n\x05\x46ound\x12\x0e\n\x06lookup\x18\x01 \x01(\x04\x12\r\n\x05pages\x18\x02 \x01(\r\"?\n\tAskFailed\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Error\"*\n\x06\x41skEnd\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1c\n\x08\x41skEnded\x12\x10\n\x08transfer\x18\x01 \x01(\x04\">\n\x07PeerAux\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\x12\x0c\n\x04\x62lob\x18\x02 \x01(\x0c\"-\n\x04\x44one\x12%\n\x04name\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestName\"\x1d\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x32G\n\x04Peer\x12?\n\x07Session\x12\x17.kvferry.v1.PeerMessage\x1a\x17.kvferry.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.peer_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PEERMESSAGE']._serialized_start=69
-  _globals['_PEERMESSAGE']._serialized_end=547
-  _globals['_PEERHELLO']._serialized_start=550
-  _globals['_PEERHELLO']._serialized_end=804
-  _globals['_COURIERUP']._serialized_start=807
-  _globals['_COURIERUP']._serialized_end=944
-  _globals['_COURIERRANK']._serialized_start=946
-  _globals['_COURIERRANK']._serialized_end=1000
-  _globals['_COURIERCONNECTED']._serialized_start=1002
-  _globals['_COURIERCONNECTED']._serialized_end=1020
-  _globals['_CREDIT']._serialized_start=1022
-  _globals['_CREDIT']._serialized_end=1064
-  _globals['_CREDITS']._serialized_start=1066
-  _globals['_CREDITS']._serialized_end=1112
-  _globals['_ASK']._serialized_start=1115
-  _globals['_ASK']._serialized_end=1386
-  _globals['_ASKFAILED']._serialized_start=1388
-  _globals['_ASKFAILED']._serialized_end=1451
-  _globals['_ASKEND']._serialized_start=1453
-  _globals['_ASKEND']._serialized_end=1495
-  _globals['_ASKENDED']._serialized_start=1497
-  _globals['_ASKENDED']._serialized_end=1525
-  _globals['_PEERAUX']._serialized_start=1527
-  _globals['_PEERAUX']._serialized_end=1589
-  _globals['_DONE']._serialized_start=1591
-  _globals['_DONE']._serialized_end=1636
-  _globals['_HEARTBEAT']._serialized_start=1638
-  _globals['_HEARTBEAT']._serialized_end=1667
-  _globals['_PEER']._serialized_start=1669
-  _globals['_PEER']._serialized_end=1740
+  _globals['_PEERMESSAGE']._serialized_end=621
+  _globals['_PEERHELLO']._serialized_start=624
+  _globals['_PEERHELLO']._serialized_end=878
+  _globals['_COURIERUP']._serialized_start=881
+  _globals['_COURIERUP']._serialized_end=1018
+  _globals['_COURIERRANK']._serialized_start=1020
+  _globals['_COURIERRANK']._serialized_end=1074
+  _globals['_COURIERCONNECTED']._serialized_start=1076
+  _globals['_COURIERCONNECTED']._serialized_end=1094
+  _globals['_CREDIT']._serialized_start=1096
+  _globals['_CREDIT']._serialized_end=1138
+  _globals['_CREDITS']._serialized_start=1140
+  _globals['_CREDITS']._serialized_end=1186
+  _globals['_ASK']._serialized_start=1189
+  _globals['_ASK']._serialized_end=1477
+  _globals['_LOOKUP']._serialized_start=1479
+  _globals['_LOOKUP']._serialized_end=1542
+  _globals['_FOUND']._serialized_start=1544
+  _globals['_FOUND']._serialized_end=1582
+  _globals['_ASKFAILED']._serialized_start=1584
+  _globals['_ASKFAILED']._serialized_end=1647
+  _globals['_ASKEND']._serialized_start=1649
+  _globals['_ASKEND']._serialized_end=1691
+  _globals['_ASKENDED']._serialized_start=1693
+  _globals['_ASKENDED']._serialized_end=1721
+  _globals['_PEERAUX']._serialized_start=1723
+  _globals['_PEERAUX']._serialized_end=1785
+  _globals['_DONE']._serialized_start=1787
+  _globals['_DONE']._serialized_end=1832
+  _globals['_HEARTBEAT']._serialized_start=1834
+  _globals['_HEARTBEAT']._serialized_end=1863
+  _globals['_PEER']._serialized_start=1865
+  _globals['_PEER']._serialized_end=1936
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "courier_up", "courier_connected", "credits", "ask", "ask_failed", "ask_end", "ask_ended", "aux", "done", "heartbeat")
+    __slots__ = ("hello", "courier_up", "courier_connected", "credits", "ask", "ask_failed", "ask_end", "ask_ended", "aux", "done", "heartbeat", "lookup", "found")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     COURIER_UP_FIELD_NUMBER: _ClassVar[int]
     COURIER_CONNECTED_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class PeerMessage(_message.Message):
     AUX_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     courier_up: CourierUp
     courier_connected: CourierConnected
@@ -31,7 +33,9 @@ class PeerMessage(_message.Message):
     aux: PeerAux
     done: Done
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., courier_up: _Optional[_Union[CourierUp, _Mapping]] = ..., courier_connected: _Optional[_Union[CourierConnected, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., ask_failed: _Optional[_Union[AskFailed, _Mapping]] = ..., ask_end: _Optional[_Union[AskEnd, _Mapping]] = ..., ask_ended: _Optional[_Union[AskEnded, _Mapping]] = ..., aux: _Optional[_Union[PeerAux, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    lookup: Lookup
+    found: Found
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., courier_up: _Optional[_Union[CourierUp, _Mapping]] = ..., courier_connected: _Optional[_Union[CourierConnected, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., ask_failed: _Optional[_Union[AskFailed, _Mapping]] = ..., ask_end: _Optional[_Union[AskEnd, _Mapping]] = ..., ask_ended: _Optional[_Union[AskEnded, _Mapping]] = ..., aux: _Optional[_Union[PeerAux, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., found: _Optional[_Union[Found, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("protocol", "protocol_min", "daemon", "incarnation", "role", "facts", "epoch", "page_bytes", "capabilities", "ranks", "checksums")
@@ -100,7 +104,7 @@ class Credits(_message.Message):
     def __init__(self, credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("transfer", "name", "namespace_id", "first_page", "pages", "promised_tokens", "tokens", "last_full_digest", "tail_digest", "remaining_ms", "traceparent", "held_tokens")
+    __slots__ = ("transfer", "name", "namespace_id", "first_page", "pages", "promised_tokens", "tokens", "last_full_digest", "tail_digest", "remaining_ms", "traceparent", "held_tokens", "digests")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +117,7 @@ class Ask(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     name: _common_pb2.RequestName
     namespace_id: bytes
@@ -125,7 +130,26 @@ class Ask(_message.Message):
     remaining_ms: int
     traceparent: str
     held_tokens: int
-    def __init__(self, transfer: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., namespace_id: _Optional[bytes] = ..., first_page: _Optional[int] = ..., pages: _Optional[int] = ..., promised_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., last_full_digest: _Optional[bytes] = ..., tail_digest: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    digests: bytes
+    def __init__(self, transfer: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., namespace_id: _Optional[bytes] = ..., first_page: _Optional[int] = ..., pages: _Optional[int] = ..., promised_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., last_full_digest: _Optional[bytes] = ..., tail_digest: _Optional[bytes] = ..., remaining_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., held_tokens: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class Lookup(_message.Message):
+    __slots__ = ("lookup", "namespace_id", "digests")
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    lookup: int
+    namespace_id: bytes
+    digests: bytes
+    def __init__(self, lookup: _Optional[int] = ..., namespace_id: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class Found(_message.Message):
+    __slots__ = ("lookup", "pages")
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    lookup: int
+    pages: int
+    def __init__(self, lookup: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class AskFailed(_message.Message):
     __slots__ = ("transfer", "error")

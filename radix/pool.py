@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry import _core
 from kvferry._core import HeldIndex, PoolExhausted
 
-__all__ = ["HeldIndex", "PagePool", "PageState", "PoolCounts", "PoolExhausted"]
+__all__ = ["READABLE", "HeldIndex", "PagePool", "PageState", "PoolCounts", "PoolExhausted"]
 
 
 class PageState(enum.IntEnum):
@@ -30,6 +30,7 @@ class PageState(enum.IntEnum):
 
 
 _STATES = tuple(PageState)
+READABLE = (PageState.CACHED, PageState.SPILLING)  # of the device's pages in a tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,10 @@ class Setup:
     local_prefill_max_tokens: int = 0
     policy: str = "lru"
     way_back: str = "off"
+    look_ups: str = "on"
     ucx_ports: str = "25000-25255"
     decode_flags: Sequence[str] = field(default=())
+    front_flags: Sequence[str] = field(default=())
 
     def spec(self, shm: str) -> SystemSpec:
         head_dim, rest = divmod(self.page_bytes, self.page_size * 2 * 2)  # one layer, K and V, one head of float16
@@ -61,7 +63,7 @@ class Setup:
             raise RigError(f"page_bytes is {self.page_bytes}; it must be a multiple of {4 * self.page_size}")
         daemon = ["--shm-dir", shm, "--slots", "4", "--slot-bytes", "4MiB", "--ucx-ports", self.ucx_ports]
         daemon += ["--peer-lost-seconds", "60"]  # a machine that stands still for a while is no dead peer
-        daemon += ["--way-back", self.way_back]
+        daemon += ["--way-back", self.way_back, "--look-ups", self.look_ups]
         daemon += ["--admission-seconds", PATIENCE, "--transfer-seconds", PATIENCE, "--log-level", "warning"]
         host = ["--host-bytes", str(self.host_pages * self.page_bytes)] if self.host_pages else []
         worker = ["--synthetic-layers", "1", "--synthetic-kv-heads", "1", "--synthetic-head-dim", str(head_dim)]
@@ -81,7 +83,7 @@ class Setup:
             prefill_flags=daemon,
             worker_flags=worker,
             decode_worker_flags=decode_worker,
-            front_flags=["--first-token-seconds", PATIENCE, "--next-token-seconds", PATIENCE],
+            front_flags=["--first-token-seconds", PATIENCE, "--next-token-seconds", PATIENCE, *self.front_flags],
         )
 
 

@@ -207,12 +207,14 @@ def _way_back_rows(role: str, back: cache.WayBackStats) -> list[tuple[str, str]]
     if back.off_because:
         return [("way back", f"off, because {back.off_because}")]
     moved = f"{back.transfers.delta_pages} pages, {size(back.transfers.delta_bytes)}"
+    looked = back.look_ups
     if role == "decode":
-        return [("way back: sent", moved)]
+        return [("way back: sent", moved), ("  look-ups: found / nothing", f"{looked.found} / {looked.nothing}")]
     choices = ", ".join(f"{choice.reason} {choice.count}" for choice in back.choices) or "-"
     last = f"{back.compute_seconds * 1000:.1f} / {back.fetch_seconds * 1000:.1f} ms"
     return [
         (f"way back ({back.setting}): fetched", moved),
+        ("  others: found / nothing / late", f"{looked.found} / {looked.nothing} / {looked.late}"),
         ("  prompts that lacked pages", choices),
         ("  last estimates, to compute / to fetch", last),
         ("  the engine computes", f"{back.tokens_per_second:.0f} tokens/s"),

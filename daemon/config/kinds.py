@@ -16,6 +16,7 @@ from kvferry.radix.tree import policy_names
 
 MAX_TRANSPORTS = 16
 MAX_RDMA_PORTS = 64
+MAX_CLOSED = 256  # peers, namespaces that take no part in look-ups
 
 
 def parse_quota(text: str) -> tuple[str, Quota]:
@@ -89,11 +90,39 @@ def _quotas(value: object) -> dict[str, Quota]:
         return value
     quotas = dict(parse_quota(f"{name}={numbers}") for name, numbers in _entries(value, "quota").items())
     for namespace in quotas:
-        if namespace != "default" and not re.fullmatch("[0-9a-f]{64}", namespace):
-            raise ConfigError(
-                f"namespace {namespace!r} must be 64 hexadecimal digits (see kvferry stats --format json), or default"
-            )
+        if namespace != "default":
+            _namespace(namespace, ", or default")
     return quotas
+
+
+def _words(value: object, what: str) -> tuple[str, ...]:
+    """The words of a list, or those with commas between; a flag that is repeated gives a list of such."""
+    if not isinstance(value, str | list | tuple):
+        raise ConfigError(f"{what} {value!r} is no list of names")
+    given = [value] if isinstance(value, str) else value
+    words = (word.strip() for entry in given for word in str(entry).split(","))
+    found = tuple(dict.fromkeys(word for word in words if word))
+    if len(found) > MAX_CLOSED:
+        raise ConfigError(f"{len(found)} {what}s are named; the bound is {MAX_CLOSED}")
+    return found
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(map(_name, _words(value, "name")))
+
+
+def _namespaces(value: object) -> tuple[str, ...]:
+    namespaces = tuple(word.lower() for word in _words(value, "namespace"))
+    for namespace in namespaces:
+        _namespace(namespace, "")
+    return namespaces
+
+
+def _namespace(text: str, beside: str) -> None:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ConfigError(
+            f"namespace {text[:128]!r} must be 64 hexadecimal digits (see kvferry stats --format json){beside}"
+        )
 
 
 def _ports(value: object) -> object:
@@ -171,11 +200,10 @@ RdmaPorts = Annotated[
     AfterValidator(_rdma_ports),
     _schema(type="string", pattern="^([A-Za-z0-9_-]{1,64}:[1-9][0-9]?(,[A-Za-z0-9_-]{1,64}:[1-9][0-9]?)*)?$"),
 ]
-TlsPeers = Annotated[
-    tuple[str, ...],
-    BeforeValidator(parse_tls_peers),
-    _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}]),
-]
+_LIST = _schema(anyOf=[{"type": "array", "items": {"type": "string"}}, {"type": "string"}])
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), _LIST]
+Namespaces = Annotated[tuple[str, ...], BeforeValidator(_namespaces), _LIST]
+TlsPeers = Annotated[tuple[str, ...], BeforeValidator(parse_tls_peers), _LIST]
 Device = Annotated[
     str, AfterValidator(_device), _schema(type="string", pattern=r"^(cpu|cuda(:[0-9]{1,2})?(, *cuda(:[0-9]{1,2})?)*)$")
 ]

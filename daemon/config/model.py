@@ -19,6 +19,8 @@ from kvferry.daemon.config.kinds import (
     Device,
     Endpoint,
     Name,
+    Names,
+    Namespaces,
     Peers,
     Policy,
     Ports,
@@ -59,6 +61,11 @@ def flag_of(name: str) -> str:
         if isinstance(meta, Flag) and meta.repeated:
             return meta.repeated
     return "--" + name.replace("_", "-")
+
+
+def closed_namespaces(config: DaemonConfig) -> frozenset[bytes]:
+    """The ids of the namespaces that take no part in look-ups."""
+    return frozenset(map(bytes.fromhex, config.closed_namespaces))
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -237,6 +244,26 @@ class DaemonConfig(BaseModel):
             "where that is faster than to compute it (auto), or always; both must have it, and twice the slots"
         ),
     ] = "off"
+    look_ups: Annotated[
+        Choice,
+        Field(
+            description="with --way-back: what the decode daemon that asks lacks, too, a prefill daemon looks for at "
+            "the others that it has a session with, and a decode daemon answers; both must have it"
+        ),
+    ] = "on"
+    closed_peers: Annotated[
+        Names,
+        Field(description="a daemon that this one neither asks nor answers in look-ups; may be repeated"),
+        Flag("NAME", repeated="--closed-peer"),
+    ] = ()
+    closed_namespaces: Annotated[
+        Namespaces,
+        Field(
+            description="a namespace (hexadecimal) of which this daemon neither asks nor answers in look-ups; may be "
+            "repeated"
+        ),
+        Flag("NAMESPACE", repeated="--closed-namespace"),
+    ] = ()
     ucx_ports: Annotated[Ports, Field(description="of NIXL's data plane"), Flag("FIRST-LAST")] = (21000, 21063)
     ucx_tls: Annotated[
         Transports,

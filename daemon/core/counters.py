@@ -31,6 +31,22 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class LookUpCounters:
+    """Counts of what prefill daemons ask decode daemons for, ever."""
+
+    found: int = 0  # a page or more
+    nothing: int = 0
+    late: int = 0  # no answer came in time
+    pages: int = 0  # found
+
+    def heard(self, pages: int) -> None:
+        """An answer."""
+        self.pages += pages
+        self.found += pages > 0
+        self.nothing += pages == 0
+
+
+@dataclass(slots=True)
 class TierCounters:
     """Counts of pages between the tiers, ever."""
 

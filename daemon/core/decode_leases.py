@@ -43,6 +43,7 @@ class DecodeLimits:
     overtakes: int = OVERTAKES
     overcommit: float = 1.0  # of the growth that requests may have, 1 / overcommit is promised
     growth_seconds: float = 60.0  # that a growing request waits at most for pages
+    closed_namespaces: frozenset[bytes] = frozenset()  # of which look-ups of prefill daemons are told nothing
 
 
 class LeaseKeeper:

@@ -68,6 +68,14 @@ class StopFetch:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUp:
+    """Prefill: ask the session's decode daemon what it holds of this."""
+
+    session: int
+    message: peer.Lookup
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Prefill: call `wake` then."""
 
@@ -170,6 +178,7 @@ Effect: TypeAlias = (
     | SendDone
     | StartFetch
     | StopFetch
+    | LookUp
     | WakeAt
     | OpenSend
     | SendProgress

@@ -6,13 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.daemon.core.errors import invalid
+from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import MAX_ATTEMPT, MAX_PRIORITY, REQUEST_ID_BYTES
 from kvferry.radix.digests import DIGEST_BYTES
 
 MAX_ASKS_PER_REQUEST = 16  # open at the prefill daemon; also how often a decode daemon asks again
+
+
+class TransferNumbers:
+    """The transfers that each session has asked for in one direction: their numbers grow."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}
+
+    def take(self, session: int, transfer: int) -> RequestError | None:
+        """The session's next transfers have greater numbers. The objection to this one, or None."""
+        newest = self._newest.get(session, -1)
+        self._newest[session] = max(transfer, newest)
+        if transfer > newest:
+            return None
+        return precondition(f"transfer is {transfer}; it must be greater than {newest}, the newest of the session")
+
+    def session_down(self, session: int) -> None:
+        self._newest.pop(session, None)
 
 
 class Name(NamedTuple):

@@ -10,12 +10,11 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, not_found
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import PageState
+from kvferry.radix.pool import READABLE
 from kvferry.radix.tree import Lock
 
 MAX_PINS = 1024
 MAX_PIN_SECONDS = 7 * 24 * 3600
-_READABLE = (PageState.CACHED, PageState.SPILLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Pins:
         tree = namespace.tree
         lock = tree.lock(tree.match(digests))
         states = self._cache.pool.states(tree.path_pages(lock))
-        readable = next((i for i, state in enumerate(states) if state not in _READABLE), lock.pages)
+        readable = next((i for i, state in enumerate(states) if state not in READABLE), lock.pages)
         if readable < lock.pages:
             shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
             tree.unlock(lock)

@@ -292,7 +292,6 @@ class PrefillCore:
         error = self._sends.refusal(session, entry, name, request)
         if error is None and entry is None:
             error = self._table.make_room()
-        self._sends.used(session, request.transfer)
         if error is not None:
             self._outbox.put(FailAsk(session, request.transfer, error))
             return
@@ -354,6 +353,7 @@ class PrefillCore:
 
     def session_down(self, session: int, now: float) -> None:
         """The session is over and its sender with it; requests that it had asked for end."""
+        self.cache.clock.now = now
         self._sends.session_down(session)
         self.fetches.session_down(session)
         for entry in [entry for entry in self.entries.values() if entry.session == session]:
@@ -388,6 +388,12 @@ class PrefillCore:
         """Called after StopFetch: no copy into the fetch's pages runs, and none will."""
         self.cache.clock.now = now
         self.fetches.drained(transfer)
+        self._pump(now)
+
+    def found(self, session: int, number: int, pages: int, now: float) -> None:
+        """The session's decode daemon holds so many leading pages of what was looked up."""
+        self.cache.clock.now = now
+        self.fetches.found(session, number, pages)
         self._pump(now)
 
     def wake(self, now: float) -> None:

@@ -26,7 +26,7 @@ from kvferry.daemon.core.errors import (
     precondition,
     unavailable,
 )
-from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, pages_for
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, Name, TransferNumbers, pages_for
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState, Rendezvous
 from kvferry.daemon.core.prefill_scheduler import PrefillSupply
 from kvferry.daemon.core.way_back.choice import NO_WAY_BACK, Judge, WayBackLimits
@@ -53,17 +53,14 @@ class PrefillSends:
     def __init__(self, page_size: int, outbox: Outbox) -> None:
         self.counters = TransferCounters()
         self.open: dict[tuple[int, int], Entry] = {}  # by (session, transfer), open or ending
-        self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
+        self._numbers = TransferNumbers()
         self._page_size = page_size
         self._outbox = outbox
 
     def refusal(self, session: int, entry: Entry | None, name: Name, ask: peer.Ask) -> RequestError | None:
-        """Why this ask can be no transfer; None where it can."""
-        newest = self._newest.get(session, -1)
-        if ask.transfer <= newest:
-            return precondition(
-                f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session"
-            )
+        """Why this ask can be no transfer; None where it can. Its number is used in any case."""
+        if error := self._numbers.take(session, ask.transfer):
+            return error
         for field_name in ("namespace_id", "last_full_digest", "tail_digest"):
             length = len(getattr(ask, field_name))
             if length > DIGEST_BYTES:
@@ -83,12 +80,8 @@ class PrefillSends:
             return out_of_range(f"first_page {ask.first_page} + pages {ask.pages} is past the prompt's {total} pages")
         return None
 
-    def used(self, session: int, transfer: int) -> None:
-        """The session's next transfers have greater numbers."""
-        self._newest[session] = max(transfer, self._newest.get(session, -1))
-
     def session_down(self, session: int) -> None:
-        self._newest.pop(session, None)
+        self._numbers.session_down(session)
 
     def check_asks(self, entry: Entry) -> None:
         """Checks that both sides speak of the same tokens, else nothing is sent."""
@@ -175,7 +168,7 @@ class EntryKeeper:
         self.supply = PrefillSupply(cache, limits.overtakes, self._on_pages)
         judge = Judge(limits.way_back, cache.page_size)
         self.speed = judge.speed
-        self.fetches = Fetches(cache, judge, outbox, self.publish, self._begin, self.settle)
+        self.fetches = Fetches(cache, judge, outbox, self.supply.holds.lengthen, self.publish, self._begin, self.settle)
         self.stows = Stows(cache, outbox, self.supply.drop, self._copy_over)
         self._cache = cache
         self._outbox = outbox

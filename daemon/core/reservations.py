@@ -20,7 +20,7 @@ from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, Waiti
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import PageState
+from kvferry.radix.pool import READABLE, PageState
 from kvferry.radix.tree import Lock
 
 
@@ -139,6 +139,35 @@ class Holds:
     def abandoned(self, namespace: Namespace, lock: Lock) -> int | None:
         """Index of the first page of the locked path that is on its way and brought by nobody."""
         return self._arriving.abandoned(namespace.tree.path_pages(lock))
+
+    def lock_readable(self, namespace: Namespace, digests: bytes) -> Lock:
+        """Guard: locks the leading pages of these that lie on the device and can be read."""
+        tree = namespace.tree
+        lock = tree.lock(tree.match(digests))
+        states = self._cache.pool.states(tree.path_pages(lock))
+        readable = next((i for i, state in enumerate(states) if state not in READABLE), len(states))
+        if readable == lock.pages:
+            return lock
+        shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
+        self.unlock(namespace, lock)
+        return shorter
+
+    def lengthen(self, hold: Hold) -> list[int]:
+        """Has what came to the tree since the hold claimed its pages take the place of as many of its own behind its
+        matched ones, whose bytes nobody has written. Returns these, which are freed. No promise suffers: what becomes
+        locked is no more than what becomes free."""
+        namespace, tree = hold.namespace, hold.namespace.tree
+        assert hold.lock is not None
+        lock = self.lock_readable(namespace, hold.digests)
+        if lock.pages <= hold.matched:
+            tree.unlock(lock)
+            return []
+        theirs, own = tree.path_pages(lock)[hold.matched :], hold.pages[hold.matched : lock.pages]
+        hold.pages[hold.matched : lock.pages] = theirs
+        tree.unlock(hold.lock)
+        hold.lock, hold.matched = lock, lock.pages
+        self._cache.release(namespace, own)
+        return own
 
     def unlock(self, namespace: Namespace, lock: Lock) -> None:
         """Gives the lock up, whatever has become of its pages."""

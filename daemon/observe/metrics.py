@@ -254,6 +254,16 @@ def _way_back(sides: Sides) -> Iterator[Metric]:
     yield _counter(
         "way_back_tokens", "tokens that were fetched in place of being computed", role, one("fetched_tokens")
     )
+    help_ = "of them, those of another decode daemon than the one that asked for the prompt"
+    yield _counter("way_back_elsewhere_tokens", help_, role, one("elsewhere_tokens"))
+    help_ = "tokens that another prompt's fetch brought while it was waited for"
+    yield _counter("way_back_followed_tokens", help_, role, one("followed_tokens"))
+    answers: list[tuple[Labels, float]] = []
+    for name, side in sides:
+        looked = side.way_back.look_ups
+        answers += [([name, "found"], looked.found), ([name, "nothing"], looked.nothing), ([name, "late"], looked.late)]
+    help_ = "look-ups at decode daemons, by what was found"
+    yield _counter("way_back_look_ups", help_, ["role", "outcome"], answers)
     estimates = ("compute_seconds", "fetch_seconds")
     help_ = "the last choice's estimates, of computing what decode held and of fetching it"
     yield _gauge("way_back_estimate_seconds", help_, ["role", "of"], _fields(sides, "way_back", estimates))

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import kvferry
 from kvferry.daemon.core.cache import Cache
-from kvferry.daemon.core.counters import BOUNDS, Histogram, TransferCounters
+from kvferry.daemon.core.counters import BOUNDS, Histogram, LookUpCounters, TransferCounters
 from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.rpc_times import RpcTimes
@@ -282,16 +282,28 @@ def _way_back(side: AnySide, stats: wire.WayBackStats) -> None:
     if isinstance(side, DecodeSide):
         returns = side.ready_core.returns
         _counted(returns.counters, stats.transfers)
+        _look_ups(returns.look_ups, stats.look_ups)
         stats.transfers.active = returns.active
         return
     assert isinstance(side, PrefillSide)
     fetches = side.ready_core.fetches
     _counted(fetches.counters, stats.transfers)
     stats.transfers.active, stats.fetched_tokens = len(fetches), fetches.fetched_tokens
+    stats.elsewhere_tokens, stats.followed_tokens = fetches.elsewhere_tokens, fetches.followed_tokens
+    _look_ups(fetches.look_ups.counters, stats.look_ups)
     judge = fetches.judge
     stats.choices.extend(_reasons(judge.choices))
     stats.tokens_per_second = judge.speed.tokens_per_second
     stats.compute_seconds, stats.fetch_seconds = judge.compute_seconds, judge.fetch_seconds
+
+
+def _look_ups(counters: LookUpCounters, stats: wire.LookUpStats) -> None:
+    stats.found, stats.nothing, stats.late, stats.pages = (
+        counters.found,
+        counters.nothing,
+        counters.late,
+        counters.pages,
+    )
 
 
 def _counted(counters: TransferCounters, stats: wire.TransferStats) -> None:

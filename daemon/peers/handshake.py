@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 LANES = "lanes"
 PART_SUMS = "part-sums"
 WAY_BACK = "way-back"
+LOOK_UP = "look-up"
 HEADER_ROOM = 256  # of a slot, beside the pages: its header, and payloads that begin at multiples of 64 bytes
 CAPABILITIES = ("ask-again", "aux", LANES)
 REFUSAL = "kvferry-refusal"  # key in the trailing metadata of a refused stream, as proto/peer.proto says
@@ -88,7 +89,8 @@ def hello_of(side: AnySide) -> peer.PeerHello:
 def _capabilities(side: AnySide) -> tuple[str, ...]:
     sums = (PART_SUMS,) if side.tiers.memory.can_sum else ()
     back = (WAY_BACK,) if has_way_back(side.config, side.role) else ()
-    return (*CAPABILITIES, *sums, *back)
+    look_up = (LOOK_UP,) if back and side.config.look_ups == "on" and side.lends else ()
+    return (*CAPABILITIES, *sums, *back, *look_up)
 
 
 def has_way_back(config: DaemonConfig, role: str) -> bool:
@@ -108,6 +110,11 @@ def back_lanes(own: peer.PeerHello, theirs: peer.PeerHello, lanes: Callable[[], 
     """The lanes of their session's way back; none where one of the two has none."""
     both = WAY_BACK in own.capabilities and WAY_BACK in theirs.capabilities
     return lanes() if both else ()
+
+
+def looks_up(own: peer.PeerHello, theirs: peer.PeerHello) -> bool:
+    """Whether the prefill daemon of their session may look up what the decode daemon has cached."""
+    return all(each in hello.capabilities for hello in (own, theirs) for each in (WAY_BACK, LOOK_UP))
 
 
 def check_hello(side: AnySide, hello: peer.PeerHello, where: str) -> None:

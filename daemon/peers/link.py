@@ -16,6 +16,7 @@ from kvferry.daemon.peers.handshake import (
     check_hello,
     courier_config,
     hello_of,
+    looks_up,
     part_checksums,
     ranks_of,
     says_not_ready,
@@ -193,6 +194,7 @@ class PeerLink:
             memory=memory,
             lanes=lanes_of(geometry, ranks, config.ranks),
             back_lanes=back,
+            looks_up=looks_up(own, hello),
             remote_ranks=ranks,
             checksums=part_checksums(own, hello),
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
@@ -263,6 +265,9 @@ class PeerLink:
 
     def on_aux(self, name: Name, blob: bytes) -> None:
         self._side.on_aux(self.name, name, blob)
+
+    def on_found(self, found: peer.Found) -> None:
+        raise SessionBroken("the peer sent found, which this side does not take")
 
 
 class FoundPeerLink(PeerLink):

@@ -47,11 +47,13 @@ class ReceivingEvents(Protocol):
 
     def on_aux(self, name: Name, blob: bytes) -> None: ...
 
+    def on_found(self, found: peer.Found) -> None: ...
+
 
 class Receiving:
     """The receiving direction of a session."""
 
-    KINDS: ClassVar[frozenset[str]] = frozenset(("aux", "ask_failed", "ask_ended"))
+    KINDS: ClassVar[frozenset[str]] = frozenset(("aux", "ask_failed", "ask_ended", "found"))
 
     def __init__(
         self,
@@ -117,6 +119,8 @@ class Receiving:
         elif kind == "ask_failed":
             failed = message.ask_failed
             self._events.on_ask_failed(failed.transfer, RequestError.from_proto(failed.error))
+        elif kind == "found":
+            self._events.on_found(message.found)
         # ask_ended: the sender posts no more of it; our side had let go already
 
     def on_courier(self, event: PostDone | Notification) -> bool:

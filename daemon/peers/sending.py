@@ -33,6 +33,8 @@ class SendingEvents(Protocol):
 
     def on_done(self, sending: Sending, name: peer.Done) -> None: ...
 
+    def on_lookup(self, sending: Sending, lookup: peer.Lookup) -> None: ...
+
     def on_send_completed(self, sending: Sending, transfer: int) -> None: ...
 
     def on_send_ended(self, sending: Sending, transfer: int) -> None: ...
@@ -43,7 +45,7 @@ class SendingEvents(Protocol):
 class Sending:
     """The sending direction of a session."""
 
-    KINDS: ClassVar[frozenset[str]] = frozenset(("credits", "ask", "ask_end", "done"))
+    KINDS: ClassVar[frozenset[str]] = frozenset(("credits", "ask", "ask_end", "done", "lookup"))
 
     def __init__(
         self,
@@ -137,6 +139,8 @@ class Sending:
             self._events.on_ask(self, message.ask)
         elif kind == "ask_end":
             self._events.on_ask_end(self, message.ask_end.transfer)
+        elif kind == "lookup":
+            self._events.on_lookup(self, message.lookup)
         else:
             self._events.on_done(self, message.done)
 

@@ -92,6 +92,7 @@ class SessionSetup:
     checksums: bool  # with each part, as the Hellos agreed
     times: SessionTimes
     back_lanes: Sequence[Lane] = ()  # of the way back; none: there is none
+    looks_up: bool = False  # the prefill daemon may look up what decode has cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Session:
         self.lanes = setup.lanes
         self.back_lanes = setup.back_lanes
         self.checksums = setup.checksums
+        self.looks_up = setup.looks_up
         self.up = False
         self.closed = False
         self._courier_config = setup.courier

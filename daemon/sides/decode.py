@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.model import DaemonConfig, closed_namespaces
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
@@ -69,6 +69,7 @@ class DecodeSide(Side[DecodeCore]):
             overtakes=self.config.overtakes,
             overcommit=self.config.overcommit,
             growth_seconds=self.config.transfer_seconds,
+            closed_namespaces=closed_namespaces(self.config),
         )
         return DecodeCore(cache, limits)
 

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.core.effects import StartFetch, StopFetch, WakeAt
+from kvferry.daemon.core.effects import LookUp, StartFetch, StopFetch, WakeAt
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.peers.receiving import Receiving
 from kvferry.daemon.peers.sending import SendingSession
 from kvferry.daemon.peers.session import SessionBroken, SessionMeters
+from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.protocol.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -39,14 +40,17 @@ class PrefillFetches:
         events = _FetchEvents(side, session)
         return Receiving(session, meters, receiver=receiver, events=events, pages=events, lanes=lanes)
 
-    def perform(self, effect: StartFetch | StopFetch | WakeAt) -> None:
+    def perform(self, effect: StartFetch | StopFetch | LookUp | WakeAt) -> None:
         side = self._side
         if isinstance(effect, WakeAt):
             asyncio.get_running_loop().call_later(max(0.0, effect.at - side.now()), self._wake)
             return
         session = side.sessions.get(effect.session)
         fetching = None if session is None else session.fetching
-        if isinstance(effect, StartFetch):
+        if isinstance(effect, LookUp):
+            if session is not None:
+                session.send(peer.PeerMessage(lookup=effect.message))
+        elif isinstance(effect, StartFetch):
             if fetching is not None:  # else its session is over, and the core knows
                 fetching.ask(effect.ask, effect.page_ids)
         elif fetching is None or fetching.stop(effect.transfer, effect.reason):
@@ -65,7 +69,10 @@ class _FetchEvents:
         self._side, self._session = side, session
 
     def on_session_up(self) -> None:
-        self._side.ready_core.fetches.session_up(self._session.number)
+        fetches, session = self._side.ready_core.fetches, self._session
+        fetches.session_up(session.number)
+        if session.looks_up and session.remote not in self._side.config.closed_peers:
+            fetches.look_ups.session_up(session.number)
 
     def on_pages(self, transfer: int, prompt_pages: Sequence[int]) -> None:
         self._side.on_fetched(transfer, prompt_pages)
@@ -89,3 +96,7 @@ class _FetchEvents:
 
     def on_aux(self, name: Name, blob: bytes) -> None:
         raise SessionBroken("the peer sent aux, which this side does not take")
+
+    def on_found(self, found: peer.Found) -> None:
+        self._side.ready_core.found(self._session.number, found.lookup, found.pages, self._side.now())
+        self._side.flush()

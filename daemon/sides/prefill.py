@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from kvferry.daemon.config.model import DaemonConfig
+from kvferry.daemon.config.model import DaemonConfig, closed_namespaces
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.effects import (
     Effect,
     EndSend,
     FailAsk,
+    LookUp,
     OpenSend,
     SendAux,
     SendProgress,
@@ -24,9 +25,16 @@ from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import Name, check_priority, check_prompt, name_of
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.way_back.choice import OFF, WayBackLimits
-from kvferry.daemon.peers.handshake import back_lanes, courier_config, has_way_back, part_checksums, ranks_of
+from kvferry.daemon.peers.handshake import (
+    back_lanes,
+    courier_config,
+    has_way_back,
+    looks_up,
+    part_checksums,
+    ranks_of,
+)
 from kvferry.daemon.peers.sending import Sending, SendingSession
-from kvferry.daemon.peers.session import SessionMeters, SessionSetup, SessionTimes
+from kvferry.daemon.peers.session import SessionBroken, SessionMeters, SessionSetup, SessionTimes
 from kvferry.daemon.sides.fetching import PrefillFetches
 from kvferry.daemon.sides.side import Side
 from kvferry.daemon.sides.workers import Worker
@@ -50,7 +58,8 @@ class PrefillSide(Side[PrefillCore]):
 
     def make_core(self, cache: Cache) -> PrefillCore:
         config = self.config
-        way_back = WayBackLimits(config.way_back if has_way_back(config, self.role) else OFF, self.tiers.page_bytes)
+        setting = config.way_back if has_way_back(config, self.role) else OFF
+        way_back = WayBackLimits(setting, self.tiers.page_bytes, closed_namespaces(config))
         return PrefillCore(cache, PrefillLimits(config.queue, config.reuse, config.overtakes, way_back))
 
     @property
@@ -130,7 +139,7 @@ class PrefillSide(Side[PrefillCore]):
         if isinstance(effect, ZeroTail):
             self._zero_tail(effect)
             return
-        if isinstance(effect, StartFetch | StopFetch | WakeAt):
+        if isinstance(effect, StartFetch | StopFetch | LookUp | WakeAt):
             self.fetches.perform(effect)
             return
         assert isinstance(effect, _FOR_SESSIONS)
@@ -169,7 +178,7 @@ class PrefillSide(Side[PrefillCore]):
             raise AssertionError(f"a page's tail could not be cleared: {error}") from error
 
     def effect_failed(self, effect: Effect, message: str) -> None:
-        assert isinstance(effect, (*_FOR_SESSIONS, StartFetch, StopFetch))
+        assert isinstance(effect, (*_FOR_SESSIONS, StartFetch, StopFetch, LookUp))
         session = self.sessions.get(effect.session)
         if session is not None:
             session.break_off(message)
@@ -187,6 +196,7 @@ class PrefillSide(Side[PrefillCore]):
             memory=memory,
             lanes=lanes_of(geometry, config.ranks, ranks),
             back_lanes=back,
+            looks_up=looks_up(own, hello),
             remote_ranks=ranks,
             checksums=part_checksums(own, hello),
             times=SessionTimes(config.heartbeat_seconds, config.peer_lost_seconds),
@@ -237,6 +247,9 @@ class PrefillSide(Side[PrefillCore]):
             return
         self.ready_core.done(sending.number, name, self.now())
         self.flush()
+
+    def on_lookup(self, sending: Sending, lookup: peer.Lookup) -> None:
+        raise SessionBroken("the peer sent lookup, which this side does not take")
 
     # -- what comes back -------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from kvferry.daemon.peers.receiving import ReceivingSession
 from kvferry.daemon.peers.sending import Sending
 from kvferry.daemon.peers.session import SessionBroken, SessionMeters
 from kvferry.proto import peer_pb2 as peer
+from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
+from kvferry.radix.digests import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from kvferry.daemon.sides.decode import DecodeSide
@@ -66,14 +68,40 @@ class DecodeReturns:
     # -- the sessions' events --------------------------------------------------------------------------------------
 
     def on_ask(self, sending: Sending, ask: peer.Ask) -> None:
+        side, returns = self._side, self._side.ready_core.returns
         try:
             name = name_of(ask.name)
+            _, prefill = self._sendings[sending.number]
+            if not ask.digests:
+                returns.asked(sending.number, prefill, name, ask, side.now())
+            elif self._answers(sending):
+                returns.lend(sending.number, ask, side.deadline_of(ask.remaining_ms), side.now())
+            else:
+                raise unavailable("the daemon lends nothing that was looked up")
         except RequestError as error:
             sending.fail(ask.transfer, error)
-            return
-        _, prefill = self._sendings[sending.number]
-        self._side.ready_core.returns.asked(sending.number, prefill, name, ask, self._side.now())
-        self._side.flush()
+        side.flush()
+
+    def on_lookup(self, sending: Sending, lookup: peer.Lookup) -> None:
+        size, most = len(lookup.digests), MAX_LOOKED_UP_PAGES * DIGEST_BYTES
+        if not 0 < size <= most or size % DIGEST_BYTES:
+            raise SessionBroken(
+                f"lookup: digests has {size} bytes; it must have {DIGEST_BYTES} for every page, and at most {most}"
+            )
+        if len(lookup.namespace_id) != DIGEST_BYTES:
+            raise SessionBroken(
+                f"lookup: namespace_id has {len(lookup.namespace_id)} bytes; it must have {DIGEST_BYTES}"
+            )
+        returns = self._side.ready_core.returns
+        pages = returns.found(lookup.namespace_id, lookup.digests) if self._answers(sending) else 0
+        sending.session.send(peer.PeerMessage(found=peer.Found(lookup=lookup.lookup, pages=pages)))
+
+    def _answers(self, sending: Sending) -> bool:
+        """Whether the session's prefill daemon is told what it looks up. SessionBroken where that was not agreed on."""
+        session, (_, prefill) = sending.session, self._sendings[sending.number]
+        if not session.looks_up:
+            raise SessionBroken("the peer looks up what is held here, which was not agreed on")
+        return not self._side.draining and not {prefill, session.remote}.intersection(self._side.config.closed_peers)
 
     def on_ask_end(self, sending: Sending, transfer: int) -> None:
         self._side.ready_core.returns.ask_end(sending.number, transfer, self._side.now())

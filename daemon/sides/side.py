@@ -100,6 +100,12 @@ class Side(Generic[CoreT]):
         raise AssertionError("a side has a role")
 
     @property
+    def lends(self) -> bool:
+        """Whether it takes part in look-ups, if it is to: a decode side whose device pages are an engine's blocks has
+        nothing cached there."""
+        return self.role == "prefill" or not self.cache.limits.in_blocks
+
+    @property
     def fetch_tokens(self) -> int:
         """HeldReply.fetch_tokens."""
         return 0

@@ -18,7 +18,7 @@ import grpc
 
 from kvferry.daemon.core.errors import unavailable
 from kvferry.daemon.peers import link as peer_link
-from kvferry.daemon.peers.handshake import WAY_BACK
+from kvferry.daemon.peers.handshake import LOOK_UP, WAY_BACK
 from kvferry.daemon.peers.session import SessionBroken
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -189,8 +189,13 @@ def _seeds() -> list[bytes]:
         last_full_digest=chosen.digests[-32:],
         tail_digest=chosen.tail,
     )
+    looks = said(hello(common.ROLE_PREFILL, WAY_BACK, LOOK_UP), *couriers(SLOTS)) + beat + beat
+    lookup = peer.Lookup(lookup=1, namespace_id=FACTS.id, digests=chosen.digests)
+    lent = peer.Ask(transfer=1, name=NAMES[0].to_proto(), namespace_id=FACTS.id, pages=1, digests=chosen.digests[:32])
+    asked = said(peer.PeerMessage(lookup=lookup), peer.PeerMessage(ask=lent))
     end = said(peer.PeerMessage(ask_end=peer.AskEnd(transfer=1, reason="too_late")))
     return [
+        looks + asked + beat + end + aux(0) + beat,
         both + said(peer.PeerMessage(ask=back)) + beat + end + part(0, 1, 1, 2, 16) + aux(0) + beat,
         begin + part(0, 1, 1, 2, 16) + aux(0) + part(1, 1, 2, 2, 32) + aux(1) + part(2, 1, 3, 0, 96) + aux(2) + beat,
         begin + part(0, 1, 3, 0, 40) + part(1, 1, 3, 2, 56, 8) + part(1, 1, 3, 2, 56, 8) + failed(1) + aux(2) + beat,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, cast
 
-from kvferry.daemon.peers.handshake import CAPABILITIES, WAY_BACK
+from kvferry.daemon.peers.handshake import CAPABILITIES, LOOK_UP, WAY_BACK
 from kvferry.daemon.services.peer import PeerService
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
@@ -111,9 +111,12 @@ def _seeds() -> list[bytes]:
     end = peer.PeerMessage(ask_end=peer.AskEnd(transfer=2, reason="enough"))
     both = [hello(common.ROLE_DECODE, WAY_BACK), *begin[1:]]
     error = common.Error(code=common.ERROR_UNAVAILABLE, message="not here")
+    looks = [hello(common.ROLE_DECODE, WAY_BACK, LOOK_UP), *begin[1:]]
+    found = [peer.PeerMessage(found=peer.Found(lookup=number, pages=2)) for number in (1, 2)]
     failed = peer.PeerMessage(ask_failed=peer.AskFailed(transfer=1, error=error))
     ended = peer.PeerMessage(ask_ended=peer.AskEnded(transfer=1))
     return [
+        said(*looks, ask(1, 2, 3, 3, 3, 1), beat, *found, beat, failed, ask(2, 2, 3, 0, 1, 2), beat),
         said(*both, ask(1, 2, 3, 3, 3, 3), beat, failed, ended, beat, ask(2, 2, 3, 0, 1, 2), beat),
         said(
             *both, ask(1, 2, 3, 6, 0, 6), beat, beat, peer.PeerMessage(done=peer.Done(name=NAMES[2].to_proto())), beat

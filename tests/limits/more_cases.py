@@ -14,7 +14,7 @@ from kvferry.daemon.config import sources as config_sources
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.decode import MAX_GROWTHS
 from kvferry.daemon.core.decode_leases import MAX_RETRACTED
-from kvferry.daemon.core.effects import ToWorker
+from kvferry.daemon.core.effects import FailAsk, ToWorker
 from kvferry.daemon.core.errors import MAX_MESSAGE_CHARS, RequestError
 from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
@@ -36,7 +36,13 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import engine_pb2 as engine
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from kvferry.proto.limits import INCARNATION_BYTES, MAX_CAPABILITIES, MAX_CAPABILITY_CHARS, MAX_NAME_CHARS
+from kvferry.proto.limits import (
+    INCARNATION_BYTES,
+    MAX_CAPABILITIES,
+    MAX_CAPABILITY_CHARS,
+    MAX_LOOKED_UP_PAGES,
+    MAX_NAME_CHARS,
+)
 from kvferry.radix.prompt_cache import PromptCache
 from kvferry.transfer.courier.config import CourierConfig
 from kvferry.transfer.geometry.kv_geometry import MAX_CACHES, KVGeometry, Layout
@@ -89,6 +95,14 @@ def fetch_blocks(count: int) -> str | None:
     core.fetch(1, NAME, wire.Fetch(name=NAME.to_proto(), blocks=range(count)), 0.0)
     told = [effect.event for effect in core.take_effects() if isinstance(effect, ToWorker)]
     return next((event.failed.error.message for event in told if event.WhichOneof("kind") == "failed"), None)
+
+
+def looked_up_pages(count: int) -> str | None:
+    """Of an Ask; that none of them is held is another refusal."""
+    core = Decoding().core
+    core.returns.lend(1, peer.Ask(transfer=1, pages=count, digests=bytes(32 * count)), 60.0, 0.0)
+    (failed,) = (effect for effect in core.take_effects() if isinstance(effect, FailAsk))
+    return failed.error.message if failed.error.code == common.ERROR_INVALID_ARGUMENT else None
 
 
 def block_number(most: int) -> None:
@@ -298,6 +312,7 @@ MORE: dict[str, Limit] = {
     "Grow messages": past(growths, MAX_GROWTHS, "4 Grow messages wait already; the bound is 4"),
     "retracted requests": past(retracted, MAX_RETRACTED, "the oldest is forgotten"),
     "INCARNATION_BYTES": past(lambda n: hello(incarnation=bytes(n)), INCARNATION_BYTES, "incarnation has 17 bytes"),
+    "MAX_LOOKED_UP_PAGES": past(looked_up_pages, MAX_LOOKED_UP_PAGES, "at most 16384 x 32"),
     "MAX_CAPABILITIES": past(lambda n: hello(capabilities=["x"] * n), MAX_CAPABILITIES, "capabilities has 65 entries"),
     "MAX_CAPABILITY_CHARS": past(
         lambda n: hello(capabilities=["x" * n]), MAX_CAPABILITY_CHARS, "a capability has 65 characters"

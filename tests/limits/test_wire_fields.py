@@ -44,6 +44,8 @@ PAGE_IDS = ByTest("client/test_client.py", "test_wrong_page_ids_break_the_sessio
 SHOWN = Words("of an answer to a command, which shows it and ends; bounded by the gRPC message")
 DAEMONS = Words("of the worker's own daemon, which maps the same memory and is believed; bounded by the gRPC message")
 SERVERS = Words("of a server that the front end was told of, for one request; bounded by the gRPC message")
+LENT = ByTest("daemon/core/way_back/test_loans.py", "test_the_pages_of_an_ask_are_bounded")
+LOOKED_UP = ByTest("daemon/peers/test_look_up_session.py", "test_a_look_up_that_cannot_be_ends_the_session")
 UNREAD = Words("nobody reads it; it goes with its message")
 
 FIELDS: dict[str, Case | ByTest | Words] = {
@@ -72,7 +74,10 @@ FIELDS: dict[str, Case | ByTest | Words] = {
     "Ask.last_full_digest": Case("ask's last full digest"),
     "Ask.tail_digest": Case("ask's tail digest"),
     "Ask.traceparent": Case("traceparent"),
+    "Ask.digests": LENT,
     "AskEnd.reason": UNREAD,
+    "Lookup.namespace_id": LOOKED_UP,
+    "Lookup.digests": LOOKED_UP,
     "PeerAux.blob": Case("MAX_AUX_BYTES"),
     # worker.proto, to the daemon
     "WorkerHello.worker": WORKERS,

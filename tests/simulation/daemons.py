@@ -390,6 +390,9 @@ class SimPrefill(SimSide, PrefillSide):
         expect(not core.entries, f"{self.config.name}: entries leaked: {[str(name) for name in core.entries]}")
         expect(core.active_transfers == 0, f"{self.config.name}: {core.active_transfers} sends leaked")
         expect(len(core.fetches) == 0, f"{self.config.name}: {len(core.fetches)} fetches leaked")
+        expect(len(core.fetches.look_ups) == 0, f"{self.config.name}: {len(core.fetches.look_ups)} look-ups leaked")
+        waits = core.fetches._searching, core.fetches._following
+        expect(not any(waits), f"{self.config.name}: some wait for answers or for others' fetches: {waits}")
         for session in self.sessions.values():
             who = f"{self.config.name} to {session.remote}"
             if session.up:
@@ -410,6 +413,8 @@ class SimPrefill(SimSide, PrefillSide):
         digests = [prompt.digests[index * DIGEST_BYTES :][:DIGEST_BYTES] for index in prompt_pages]
         self.pages_memory.check(pages, list(map(content, digests)), "a page reported as fetched")
         self.clock.counts["pages that came back"] += len(pages)
+        if fetch.session != fetch.entry.session:
+            self.clock.counts["pages that came from another decode daemon"] += len(pages)
         if self.forgotten is not None:
             tenant = [facts.id for facts in self.tenants].index(prompt.namespace_id)
             self.forgotten.came_back(tenant, digests)

@@ -112,6 +112,8 @@ class Simulation:
             counts["evicted pages"] += cache.evicted
             counts["host pages evicted"] += cache.tiers.host_evicted
             counts["pages dropped without a copy"] += cache.tiers.dropped
+        for prefill in self.prefills:
+            counts["pages that another's fetch brought"] += prefill.ready_core.fetches.followed_tokens // PAGE
         for decode in self.decodes:
             counts["asked again"] += decode.ready_core.asked_again
             counts["parts with a wrong checksum"] += decode.ready_core.transfer_counters.mismatched_parts

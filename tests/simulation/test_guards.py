@@ -27,6 +27,7 @@ from kvferry.daemon.core.prefill_entry import Entry, EntryState
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
 from kvferry.daemon.core.way_back.fetches import Fetch, Fetches
+from kvferry.daemon.core.way_back.loans import Loans
 from kvferry.daemon.core.way_back.returns import Returns
 from kvferry.daemon.memory import host_tier
 from kvferry.daemon.memory.block_table import BlockTable
@@ -34,6 +35,7 @@ from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.peers.session import Session
 from kvferry.daemon.sides import workers
 from kvferry.daemon.sides.workers import Worker
+from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.tree import PROMPT, Lock
@@ -302,6 +304,20 @@ def fetch_all_the_same(fetches: Fetches, entry: Entry) -> None:
         entry.prompt.patience = wire.PATIENCE_FETCH
 
 
+_ask = Loans.ask
+
+
+def lend_without_a_lock(loans: Loans, session: int, ask: peer.Ask, deadline: float) -> None:
+    _ask(loans, session, ask, deadline)
+    if (loan := loans._open.get((session, ask.transfer))) is not None:
+        loans._holds.unlock(loan.namespace, loan.lock)
+        loan.lock = loan.namespace.tree.lock(loan.namespace.tree.match(b""))
+
+
+def whatever_is_there(holds: Holds, namespace: Namespace, digests: bytes) -> Lock:
+    return namespace.tree.lock(namespace.tree.match(digests))
+
+
 @dataclass(frozen=True)
 class Guard:
     owner: object  # a class or a module
@@ -360,6 +376,8 @@ GUARDS = {
     "rows that are wrong": Guard(BlockTier, "forget_wrong", keep_wrong_rows, BLOCKS),
     "locks of what goes back": Guard(LeaseKeeper, "settle", settle_beside_returns, replace(BACK, aborts=0.9)),
     "what can be read goes back": Guard(Returns, "_readable", all_is_readable, BACK),
+    "locks of what is lent": Guard(Loans, "ask", lend_without_a_lock, BACK, 1),
+    "what can be read is lent": Guard(Holds, "lock_readable", whatever_is_there, BACK, 11),
     "held blocks that are computed": Guard(Returns, "_readable", computed_or_not, WAITS, 6, ALL_WAITS),
     "pages that are fetched into": Guard(EntryKeeper, "copies_run", fetches_without_a_look, replace(BACK, aborts=0.9)),
     "fetched pages behind a gap": Guard(Fetch, "ready", property(gaps_and_all), replace(BACK, fetch_seconds=0.004)),
@@ -400,6 +418,7 @@ LONG = (
     "proof of a worker's end",
     "rows that are wrong",
     "what a worker had queued",
+    "what can be read is lent",
     "who comes back to a drain",
     "who is over a quota of its own",
 )

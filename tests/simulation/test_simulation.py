@@ -83,6 +83,8 @@ MET_BY_MANY = (
     "pages filled by decode workers",
     "pages filled by workers that were lost",
     "pages flushed",
+    "pages that another's fetch brought",
+    "pages that came from another decode daemon",
     "pins",
     "pins that ran out",
     "pins that were let go",

@@ -39,6 +39,7 @@ class WayBackLimits:
 
     setting: str = OFF
     page_bytes: int = 0
+    closed_namespaces: frozenset[bytes] = frozenset()  # of which no other decode daemon is asked
 
     @property
     def least_tokens(self) -> int:
@@ -136,13 +137,23 @@ class Judge:
             return FORCED_SECONDS
         return PATIENCE * tokens / self.speed.tokens_per_second
 
+    def worth(self, session: int, pages: int, now: float) -> bool:
+        """Whether so many pages would be fetched if the session's decode daemon held them."""
+        if self.limits.setting == ALWAYS:
+            return True
+        tokens = pages * self.page_size
+        compute = tokens / self.speed.tokens_per_second
+        return tokens >= LEAST_TOKENS and MARGIN * self._fetch_estimate(session, pages, now) <= compute
+
+    def _fetch_estimate(self, session: int, pages: int, now: float) -> float:
+        return ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / self.rates.bytes_per_second(session, now)
+
     def choose(self, session: int, pages: int, now: float, gained: int | None = None) -> Choice:
         """The choice for so many pages that the session's decode daemon holds. `gained`: of them, those that need not
         be computed then, at least one; the engine holds the others itself. None: all."""
         tokens = (pages if gained is None else gained) * self.page_size
         self.compute_seconds = tokens / self.speed.tokens_per_second
-        rate = self.rates.bytes_per_second(session, now)
-        self.fetch_seconds = ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / rate
+        self.fetch_seconds = self._fetch_estimate(session, pages, now)
         if self.limits.setting == ALWAYS:
             return self.count(Choice(FETCH, max(FORCED_SECONDS, MOST_TIMES * self.fetch_seconds)))
         if tokens < LEAST_TOKENS:

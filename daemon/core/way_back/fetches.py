@@ -1,14 +1,15 @@
-"""What a prefill daemon fetches of its requests from the decode daemons that ask for them. Core: no I/O, time is passed
-in.
+"""What a prefill daemon fetches of its requests: from decode daemons that ask for them, or from others. Core: no I/O,
+time is passed in.
 
-A request waits here between having its pages and being told to its worker: for an Ask, briefly, and for a fetch, until
-its deadline. What has arrived of it without a gap counts as computed; whatever goes wrong with it, the request goes on.
+A request waits here between having its pages and being told to its worker: for an Ask and for answers to look-ups,
+briefly, and for a fetch, its own or one that brings the same pages, until that one's deadline. What has arrived of it
+without a gap counts as computed; whatever goes wrong with it, the request goes on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
@@ -16,7 +17,9 @@ from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.core.effects import BindPages, Outbox, StartFetch, StopFetch, WakeAt, ZeroPages
 from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
+from kvferry.daemon.core.reservations import Hold
 from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
+from kvferry.daemon.core.way_back.look_ups import LookUps
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
@@ -26,6 +29,7 @@ TOO_LATE = "too_late"
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
+    session: int  # of the decode daemon that holds them
     end: int  # of the pages that can be fetched
     seconds: float  # that the fetch may take
 
@@ -57,25 +61,32 @@ class Fetch:
 
 
 class Fetches:
-    """publish: lets the prompt's first pages into the tree. begin: tells the worker its pages; settle: the request may
-    have ended."""
+    """lengthen: see `Holds`. publish: lets the prompt's first pages into the tree. begin: tells the worker its pages;
+    settle: the request may have ended."""
 
     def __init__(
         self,
         cache: Cache,
         judge: Judge,
         outbox: Outbox,
+        lengthen: Callable[[Hold], list[int]],
         publish: Callable[[BegunPrompt, int], None],
         begin: Callable[[Entry], None],
         settle: Callable[[Entry], None],
     ) -> None:
         self.judge = judge
         self.counters = TransferCounters()
+        self.look_ups = LookUps(outbox, judge.limits.closed_namespaces)
         self.fetched_tokens = 0
+        self.elsewhere_tokens = 0  # of them, from a daemon that did not ask for the prompt
+        self.followed_tokens = 0  # that another's fetch has brought
         self._cache = cache
         self._outbox = outbox
+        self._lengthen = lengthen
         self._publish, self._begin, self._settle = publish, begin, settle
         self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
+        self._searching: dict[Entry, float] = {}  # that wait for answers to look-ups, until when
+        self._following: dict[Entry, Fetch] = {}  # that wait for another's fetch
         self._offers: dict[Entry, _Offer] = {}  # for which engines are to name blocks
         self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
@@ -115,23 +126,91 @@ class Fetches:
         if not self._lacks(prompt) or not self._sessions:
             return False
         if entry.asked:
-            return self._choose(entry, prompt)
-        now = self._cache.clock.now
-        had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
-        until = prompt.begun_at + self.judge.patience(prompt.tokens - had)
-        if until <= now:
+            return self._look_around(entry, prompt)
+        until = self._patient_until(prompt)
+        if until <= self._cache.clock.now:
             self.judge.count(Choice(NO_ASK))
             return False
-        entry.move(EntryState.LOOKING)
-        self._looking[entry] = until
-        self._outbox.put(WakeAt(until))
+        self._wait(entry, self._looking, until)
         return True
+
+    def _patient_until(self, prompt: BegunPrompt) -> float:
+        had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
+        return prompt.begun_at + self.judge.patience(prompt.tokens - had)
+
+    def _wait(self, entry: Entry, those: dict[Entry, float], until: float) -> None:
+        if entry.state is not EntryState.LOOKING:
+            entry.move(EntryState.LOOKING)
+        those[entry] = until
+        self._outbox.put(WakeAt(until))
 
     def asked(self, entry: Entry) -> None:
         """A decode daemon has asked for it."""
         if self._looking.pop(entry, None) is not None:
             assert entry.prompt is not None
-            if not self._choose(entry, entry.prompt):
+            if not self._look_around(entry, entry.prompt):
+                self._begin(entry)
+
+    def found(self, session: int, number: int, pages: int) -> None:
+        """The session's decode daemon holds so many of the pages that were looked up."""
+        if (entry := self.look_ups.heard(session, number, pages)) is not None:
+            self._end_search(entry)
+
+    def _end_search(self, entry: Entry) -> None:
+        """No more answers are waited for."""
+        assert entry.prompt is not None
+        del self._searching[entry]
+        if not self._choose(entry, entry.prompt, self.look_ups.take(entry)):
+            self._begin(entry)
+
+    def _look_around(self, entry: Entry, prompt: BegunPrompt) -> bool:
+        """Whether the request, which was asked for, waits for a fetch or for answers of other decode daemons."""
+        return self._search(entry, prompt) or self._choose(entry, prompt, {})
+
+    def _search(self, entry: Entry, prompt: BegunPrompt) -> bool:
+        """Asks others for what the decode daemon that asks lacks, too."""
+        most, had = self._most(prompt), max(self._held(entry), prompt.hold.matched, prompt.engine_held)
+        until, now = self._patient_until(prompt), self._cache.clock.now
+        if had >= most or until <= now or self._leader(prompt) is not None:
+            return False
+        if not self.look_ups.begin(entry, prompt, most, lambda other: self.judge.worth(other, most - had, now)):
+            return False
+        self._wait(entry, self._searching, until)
+        return True
+
+    def _held(self, entry: Entry) -> int:
+        """Leading pages that the decode daemon that asks for it holds for it."""
+        if entry.session not in self._sessions:
+            return 0
+        return max((ask.held_tokens for ask in entry.asks), default=0) // self._cache.page_size
+
+    def _leader(self, prompt: BegunPrompt) -> Fetch | None:
+        """The fetch that brings the next pages of the prompt for another one: all that it brings, or all that this
+        could have. One with which it has only a beginning in common may take long for the rest."""
+        if not prompt.keep:
+            return None
+        for fetch in self._open.values():
+            theirs, last = fetch.entry.prompt, min(fetch.end, self._most(prompt)) - 1
+            if theirs is None or not theirs.keep or fetch.stopped or fetch.entry.state is not EntryState.FETCHING:
+                continue
+            digest = slice(last * DIGEST_BYTES, (last + 1) * DIGEST_BYTES)
+            same = theirs.hold.namespace is prompt.hold.namespace and theirs.digests[digest] == prompt.digests[digest]
+            if same and fetch.first_page <= prompt.hold.matched <= last:
+                return fetch
+        return None
+
+    def _resume(self, leader: Fetch) -> None:
+        """The fetch is over: those that waited for it have what it brought, and may want more."""
+        for entry in [entry for entry, fetch in self._following.items() if fetch is leader]:
+            del self._following[entry]
+            prompt = entry.prompt
+            assert prompt is not None
+            given_up = self._lengthen(prompt.hold)
+            prompt.private = prompt.private[len(given_up) :]
+            prompt.tree_pages = prompt.pages_ready = prompt.hold.matched
+            prompt.computed = prompt.hold.matched * self._cache.page_size
+            self.followed_tokens += len(given_up) * self._cache.page_size
+            if not self._lacks(prompt) or not self._look_around(entry, prompt):
                 self._begin(entry)
 
     def _lacks(self, prompt: BegunPrompt) -> bool:
@@ -142,27 +221,35 @@ class Fetches:
         """Pages that it could have; the last token is computed in any case, for its logits."""
         return (prompt.tokens - 1) // self._cache.page_size
 
-    def _choose(self, entry: Entry, prompt: BegunPrompt) -> bool:
+    def _choose(self, entry: Entry, prompt: BegunPrompt, found: Mapping[int, int]) -> bool:
+        """Whether the request waits for a fetch. `found`: pages that other decode daemons hold, by session."""
         assert entry.session is not None
-        if entry.session not in self._sessions:
+        if (leader := self._leader(prompt)) is not None:
+            self._wait(entry, {}, leader.deadline)
+            self._following[entry] = leader
+            return True
+        if entry.session not in self._sessions and not found:
             self.judge.count(Choice(NO_SESSION))
             return False
-        held = max((ask.held_tokens for ask in entry.asks), default=0) // self._cache.page_size
-        end = min(held, self._most(prompt))
+        now = self._cache.clock.now
+        held = {**found, entry.session: self._held(entry)}
+        rate = self.judge.rates.bytes_per_second
+        session = max(held, key=lambda each: (held[each], each == entry.session, rate(each, now)))
+        end = min(held[session], self._most(prompt))
         gained = end - max(prompt.hold.matched, prompt.engine_held)
         if gained < 1:
             self.judge.count(Choice(NOT_HELD))
             return False
         # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
         pages = gained if prompt.blocks is not None else end - prompt.hold.matched
-        now = self._cache.clock.now
-        choice = self.judge.choose(entry.session, pages, now, gained)
+        choice = self.judge.choose(session, pages, now, gained)
+        offer = _Offer(session, end, choice.seconds)
         if choice.seconds > 0 and prompt.blocks is not None:
             entry.move(EntryState.OFFERED)
-            self._offers[entry] = _Offer(end, choice.seconds)
+            self._offers[entry] = offer
             self._tell(entry, end * self._cache.page_size)
         elif choice.seconds > 0:
-            self._start(entry, prompt, prompt.hold.matched, pages, choice.seconds)
+            self._start(entry, prompt, prompt.hold.matched, offer)
         return choice.seconds > 0
 
     def _tell(self, entry: Entry, tokens: int) -> None:
@@ -177,7 +264,7 @@ class Fetches:
         if (offer := self._offers.pop(entry, None)) is None:
             return precondition("fetch comes once, and where Proceed says that something can be fetched")
         page_size, first = self._cache.page_size, request.held_tokens // self._cache.page_size
-        if not request.blocks or first >= offer.end:
+        if not request.blocks or first >= offer.end or offer.session not in self._sessions:
             self._begin(entry)
             return None
         assert prompt.blocks is not None
@@ -194,18 +281,18 @@ class Fetches:
         if twice := self._written.intersection(own) - {-1}:
             return precondition(f"blocks has {min(twice)}, which is fetched into for another request")
         self._outbox.put(BindPages(tuple(prompt.pages[first : offer.end]), own))
-        fetch = self._start(entry, prompt, first, len(pages), offer.seconds)
+        fetch = self._start(entry, prompt, first, offer)
         fetch.blocks = frozenset(own)
         self._written |= fetch.blocks
         return None
 
-    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, pages: int, seconds: float) -> Fetch:
-        assert entry.session is not None and entry.fetch is None
-        now, number = self._cache.clock.now, self._next
+    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, offer: _Offer) -> Fetch:
+        assert entry.fetch is None
+        now, number, seconds = self._cache.clock.now, self._next, offer.seconds
         self._next += 1
-        page_ids = tuple(prompt.pages[first : first + pages])
+        page_ids = tuple(prompt.pages[first : offer.end])
         entry.fetch = number
-        fetch = Fetch(number, entry, entry.session, first, page_ids, now, now + seconds, bytearray(pages))
+        fetch = Fetch(number, entry, offer.session, first, page_ids, now, now + seconds, bytearray(len(page_ids)))
         self._open[number] = fetch
         entry.move(EntryState.FETCHING)
         self.counters.opened += 1
@@ -214,14 +301,15 @@ class Fetches:
             name=entry.name.to_proto(),
             namespace_id=prompt.namespace_id,
             first_page=first,
-            pages=pages,
+            pages=len(page_ids),
             promised_tokens=prompt.computed,
             tokens=prompt.tokens,
             last_full_digest=prompt.digests[-DIGEST_BYTES:],
             tail_digest=prompt.tail_digest,
             remaining_ms=math.ceil(seconds * 1000),
+            digests=b"" if offer.session == entry.session else prompt.digests[: offer.end * DIGEST_BYTES],
         )
-        self._outbox.put(StartFetch(entry.session, ask, page_ids))
+        self._outbox.put(StartFetch(offer.session, ask, page_ids))
         self._outbox.put(WakeAt(now + seconds))
         return fetch
 
@@ -274,13 +362,20 @@ class Fetches:
         if fetch.stopped in ("", TOO_LATE):  # else the time says nothing of the session
             nbytes = fetch.there.count(1) * self.judge.limits.page_bytes
             self.judge.rates.measured(fetch.session, nbytes, now - fetch.began, now)
-        if entry.state is not EntryState.FETCHING:
+        if entry.state is EntryState.FETCHING:
+            self._go_on(fetch, entry)
+        else:
             self._settle(entry)
-            return
+        self._resume(fetch)
+
+    def _go_on(self, fetch: Fetch, entry: Entry) -> None:
+        """The request has what has arrived."""
         assert entry.prompt is not None
         if entry.prompt.blocks is not None and fetch.ready == fetch.first_page:
             entry.prompt.blocks.forget()  # an engine for which nothing was loaded may begin anew with others
-        self.fetched_tokens += (fetch.ready - fetch.first_page) * self._cache.page_size
+        tokens = (fetch.ready - fetch.first_page) * self._cache.page_size
+        self.fetched_tokens += tokens
+        self.elsewhere_tokens += tokens if fetch.session != entry.session else 0
         if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:
             self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
         self._begin(entry)
@@ -295,8 +390,9 @@ class Fetches:
 
     def leave(self, entry: Entry) -> None:
         """The request has ended: it waits for nothing here; what is on its way drains."""
-        for waits in (self._looking, self._short, self._offers):
+        for waits in (self._looking, self._searching, self._following, self._short, self._offers):
             waits.pop(entry, None)
+        self.look_ups.take(entry)
         if entry.fetch is not None:
             self.stop(entry.fetch, "request_ended")
 
@@ -306,6 +402,8 @@ class Fetches:
             del self._looking[entry]
             self.judge.count(Choice(NO_ASK))
             self._begin(entry)
+        for entry in [entry for entry, until in self._searching.items() if until <= now]:
+            self._end_search(entry)
         for entry in [entry for entry, until in self._short.items() if until <= now]:
             self._proceed(entry)
         for fetch in list(self._open.values()):
@@ -325,11 +423,17 @@ class Fetches:
         self._tell(entry, 0)
 
     def session_down(self, session: int) -> None:
-        """The session is over, and no copy of it runs. Before its requests are failed."""
+        """The session is over, and no copy of it runs. Before its requests are failed; others' go on with what has
+        arrived."""
         self._sessions.discard(session)
         for fetch in [fetch for fetch in self._open.values() if fetch.session == session]:
-            self._close(fetch)
-            self.counters.abort("session_ended")
-            if fetch.entry.state is not EntryState.FETCHING:
-                self._settle(fetch.entry)
+            fetch.stopped = "session_ended"
+            self.counters.abort(fetch.stopped)
+            if fetch.entry.session != session or fetch.entry.state is not EntryState.FETCHING:
+                self._over(fetch)
+            else:
+                self._close(fetch)
+                self._resume(fetch)
+        for entry in self.look_ups.session_down(session):
+            self._end_search(entry)
         self.judge.rates.forget(session)

@@ -7,11 +7,11 @@ locks, and its blocks, until no gather of them runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
-from kvferry.daemon.core.counters import TransferCounters
+from kvferry.daemon.core.counters import LookUpCounters, TransferCounters
 from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, Outbox, SendProgress
 from kvferry.daemon.core.errors import (
     RequestError,
@@ -23,12 +23,12 @@ from kvferry.daemon.core.errors import (
     unavailable,
 )
 from kvferry.daemon.core.lease import Lease, LeaseState
-from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.limits import Name, TransferNumbers
+from kvferry.daemon.core.reservations import Holds
+from kvferry.daemon.core.way_back.loans import Loans
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import PageState
-
-_READABLE = (PageState.CACHED, PageState.SPILLING)
+from kvferry.radix.pool import READABLE, PageState
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +47,17 @@ class _Return:
 
 
 class Returns:
-    def __init__(self, cache: Cache, outbox: Outbox) -> None:
+    def __init__(self, cache: Cache, outbox: Outbox, holds: Holds, closed: Container[bytes] = ()) -> None:
+        """closed: namespaces of which others' look-ups are told nothing."""
         self.counters = TransferCounters()
+        self.loans = Loans(cache, outbox, holds, self.counters, closed)
         self._cache = cache
         self._outbox = outbox
         self._open: dict[tuple[int, int], _Return] = {}  # by (session, transfer)
-        self._newest: dict[int, int] = {}  # by session, the greatest transfer number that it has used
+        self._numbers = TransferNumbers()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self.loans)
 
     def held(self, lease: Lease) -> int:
         """Guard: leading pages of the prompt that may be asked back. None that somebody is asked for: its bytes may
@@ -78,8 +80,7 @@ class Returns:
 
     def ask(self, session: int, prefill: str, lease: Lease | None, ask: peer.Ask) -> None:
         """An Ask of the prefill daemon. What is wrong with it fails the ask, never the session."""
-        error = self._refusal(session, prefill, lease, ask)
-        self._newest[session] = max(ask.transfer, self._newest.get(session, -1))
+        error = self._numbers.take(session, ask.transfer) or self._refusal(prefill, lease, ask)
         if error is not None:
             self._outbox.put(FailAsk(session, ask.transfer, error))
             return
@@ -91,12 +92,14 @@ class Returns:
         page_ids = tuple(lease.pages[opened.first_page : opened.end])
         self._outbox.put(OpenSend(session, ask.transfer, opened.first_page, page_ids, opened.ready))
 
-    def _refusal(self, session: int, prefill: str, lease: Lease | None, ask: peer.Ask) -> RequestError | None:
-        newest = self._newest.get(session, -1)
-        if ask.transfer <= newest:
-            return precondition(
-                f"transfer is {ask.transfer}; it must be greater than {newest}, the newest of the session"
-            )
+    def lend(self, session: int, ask: peer.Ask, deadline: float) -> None:
+        """An Ask by digests, likewise."""
+        if error := self._numbers.take(session, ask.transfer):
+            self._outbox.put(FailAsk(session, ask.transfer, error))
+        else:
+            self.loans.ask(session, ask, deadline)
+
+    def _refusal(self, prefill: str, lease: Lease | None, ask: peer.Ask) -> RequestError | None:
         if lease is None or lease.prefill != prefill or lease.state is not LeaseState.FILLING:
             return aborted("the request asks this daemon for nothing, or not any more")
         if lease.returns:
@@ -119,10 +122,11 @@ class Returns:
                 return 0
             return next((i for i in range(lease.held_pages, end) if lease.pages[i] in lease.missing), end)
         states = self._cache.pool.states(lease.pages[:end])
-        return next((i for i, state in enumerate(states) if state not in _READABLE), len(states))
+        return next((i for i, state in enumerate(states) if state not in READABLE), len(states))
 
     def look(self) -> None:
-        """Sends on what has become readable; ends what never will. After every step."""
+        """Sends on what has become readable; ends what never will, or is late. After every step."""
+        self.loans.look()
         for (session, transfer), opened in self._open.items():
             if opened.ending or opened.ready == opened.end:
                 continue
@@ -150,12 +154,14 @@ class Returns:
         opened = self._open.get((session, transfer))
         if opened is not None:
             opened.ending = True
+        self.loans.ask_end(session, transfer)
         self._outbox.put(EndSend(session, transfer))
 
     def closed(self, session: int, transfer: int, *, completed: bool) -> Lease | None:
-        """No gather of it runs: whose it was; None where it was over."""
+        """No gather of it runs: whose it was; None where it was over, or nobody's."""
         opened = self._open.pop((session, transfer), None)
         if opened is None:
+            self.loans.closed(session, transfer, completed=completed)
             return None
         if completed:
             self.counters.completed += 1
@@ -166,7 +172,8 @@ class Returns:
 
     def session_down(self, session: int) -> Sequence[Lease]:
         """The session is over, and no copy of it runs. Whose pages it was to send."""
-        self._newest.pop(session, None)
+        self._numbers.session_down(session)
+        self.loans.session_down(session)
         keys = [key for key in self._open if key[0] == session]
         return [lease for key in keys if (lease := self.closed(*key, completed=False)) is not None]
 
@@ -193,6 +200,19 @@ class ReturnSteps:
     def active(self) -> int:
         """The number of sends that are open or ending."""
         return len(self._returns)
+
+    @property
+    def look_ups(self) -> LookUpCounters:
+        return self._returns.loans.look_ups
+
+    def found(self, namespace_id: bytes, digests: bytes) -> int:
+        """Leading pages of these that a prefill daemon could have now, whoever had them computed."""
+        return self._returns.loans.found(namespace_id, digests)
+
+    def lend(self, session: int, ask: peer.Ask, deadline: float, now: float) -> None:
+        """The prefill daemon wants pages that it has looked up."""
+        self._returns.lend(session, ask, deadline)
+        self._pump(now)
 
     def asked(self, session: int, prefill: str, name: Name, ask: peer.Ask, now: float) -> None:
         """The prefill daemon wants pages of a request that asks it for the others."""

@@ -10,6 +10,7 @@ from tests.mutants.guards import (
     engines,
     files,
     first_tokens,
+    look_ups,
     memory,
     native,
     native_copies,
@@ -43,4 +44,5 @@ GUARDS: tuple[Guard, ...] = (
     *engine_resets.GUARDS,
     *first_tokens.GUARDS,
     *way_back.GUARDS,
+    *look_ups.GUARDS,
 )

@@ -60,10 +60,10 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "a transfer's number is new in its session",
-        _ENTRIES,
-        "PrefillSends.refusal",
-        "if ask.transfer <= newest:",
-        "if False:",
+        "daemon/core/limits.py",
+        "TransferNumbers.take",
+        "if transfer > newest:",
+        "if True:",
         PREFILL,
     ),
     Guard(

@@ -2,10 +2,10 @@
 
 from tests.mutants.guard import Guard
 
-FETCHES, RETURNS = ("tests/daemon/core/test_way_back_fetches.py",), ("tests/daemon/core/test_way_back_returns.py",)
-CHOICE = ("tests/daemon/core/test_way_back_choice.py",)
-BLOCKS = ("tests/daemon/core/test_way_back_of_blocks.py",)
-ENGINES = ("tests/daemon/core/test_way_back_engines.py",)
+FETCHES, RETURNS = ("tests/daemon/core/way_back/test_fetches.py",), ("tests/daemon/core/way_back/test_returns.py",)
+CHOICE = ("tests/daemon/core/way_back/test_choice.py",)
+BLOCKS = ("tests/daemon/core/way_back/test_of_blocks.py",)
+ENGINES = ("tests/daemon/core/way_back/test_engines.py",)
 PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
 _CHOICE = "daemon/core/way_back/choice.py"
@@ -71,7 +71,7 @@ _CORES = (
     Guard(
         "pages that came in part are cleared again",
         _FETCHES,
-        "Fetches._over",
+        "Fetches._go_on",
         "if self._cache.limits.zero_freed and",
         "if False and",
         FETCHES,
@@ -127,7 +127,7 @@ _CORES = (
     Guard(
         "blocks that nothing was fetched into are not named any more",
         _FETCHES,
-        "Fetches._over",
+        "Fetches._go_on",
         "entry.prompt.blocks.forget()",
         "pass",
         ENGINES,
@@ -144,7 +144,7 @@ _CORES = (
         "only what can be read goes back",
         _RETURNS,
         "Returns._readable",
-        "if state not in _READABLE",
+        "if state not in READABLE",
         "if state < 0",
         RETURNS,
     ),
@@ -183,9 +183,9 @@ _CORES = (
     Guard(
         "numbers of transfers back grow",
         _RETURNS,
-        "Returns._refusal",
-        "if ask.transfer <= newest:",
-        "if ask.transfer < 0:",
+        "Returns.ask",
+        "self._numbers.take(session, ask.transfer) or ",
+        "",
         RETURNS,
     ),
     Guard(

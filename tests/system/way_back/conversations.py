@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
@@ -16,8 +17,13 @@ ALWAYS = ("--way-back", "always")
 def started(stack: Stack, spec: SystemSpec) -> tuple[tuple[Replica, ...], tuple[Replica, ...]]:
     """Once their sessions are up: an Ask that waits for that comes too late."""
     prefills, decodes = start_replicas(stack, spec)
-    wait_until(lambda: {peer.state for peer in stats(decodes[0]).peers} == {"up"}, 30.0, "its sessions are up")
+    for decode in decodes:
+        wait_until(partial(_is_up, decode), 30.0, "its sessions are up")
     return prefills, decodes
+
+
+def _is_up(decode: Replica) -> bool:
+    return {peer.state for peer in stats(decode).peers} == {"up"}
 
 
 def converse(decode: Replica, prefills: Sequence[Replica], turns: int, *, seed: int, first: int = 100) -> list[Turn]:

@@ -283,12 +283,15 @@ def test_a_session_without_a_way_back_is_not_asked() -> None:
 
 
 def test_pages_that_another_computed_meanwhile_stay_the_requests_own() -> None:
-    side = fetching(held=2)
+    side = Fetching()
     last = digests("x", 3)[-32:]
     ask = peer.Ask(transfer=1, name=B.to_proto(), namespace_id=NAMESPACE, tokens=3 * PAGE, last_full_digest=last)
     side.core.ask(2, B, ask, DEADLINE, 0.0)
     side.begin(B, "x", 3)
     assert side.told("begun"), "its session has no way back"
+    side.ask_a(2)
+    side.begin_a()
+    assert side.of(StartFetch)
     side.core.progress(1, B, 3 * PAGE, 0.0)
     side.step("arrived", 1, [0, 1])
     side.step("completed", 1)

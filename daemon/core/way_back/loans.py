@@ -1,0 +1,134 @@
+"""What a decode daemon sends of its cache to prefill daemons that have looked it up: no request of the daemon names it.
+Core: no I/O, time is passed in.
+
+A look-up holds nothing: what it found may be gone when it is asked for. An Ask locks its pages for as long as they are
+sent, until its deadline at most, and is refused where running requests were promised them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from kvferry.daemon.core.cache import Cache
+from kvferry.daemon.core.counters import LookUpCounters, TransferCounters
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, Outbox
+from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, unavailable
+from kvferry.daemon.core.namespaces import Namespace
+from kvferry.daemon.core.reservations import Holds
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
+from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.tree import Lock
+
+MAX_LOANS = 16  # of a session
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    """A send that is open or ending."""
+
+    namespace: Namespace
+    lock: Lock
+    deadline: float
+    failure: str = ""  # why it ends before it is sent, as a counter's key
+    ending: bool = False
+
+
+class Loans:
+    """closed: namespaces of which nothing is told or lent. counters: of all that goes back."""
+
+    def __init__(
+        self, cache: Cache, outbox: Outbox, holds: Holds, counters: TransferCounters, closed: Container[bytes]
+    ) -> None:
+        self.look_ups = LookUpCounters()
+        self._cache = cache
+        self._outbox = outbox
+        self._holds = holds
+        self._counters = counters
+        self._closed = closed
+        self._open: dict[tuple[int, int], _Loan] = {}  # by (session, transfer)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def found(self, namespace_id: bytes, digests: bytes) -> int:
+        """Leading pages of these that can be read now."""
+        pages = 0
+        if (namespace := self._open_namespace(namespace_id)) is not None:
+            lock = self._holds.lock_readable(namespace, digests)
+            pages = lock.pages
+            self._holds.unlock(namespace, lock)
+        self.look_ups.heard(pages)
+        return pages
+
+    def ask(self, session: int, ask: peer.Ask, deadline: float) -> None:
+        """An Ask by digests, whose transfer's number is new. What is wrong with it fails the ask."""
+        error = self._refusal(session, ask) or self._lend(session, ask, deadline)
+        if error is not None:
+            self._outbox.put(FailAsk(session, ask.transfer, error))
+
+    def _refusal(self, session: int, ask: peer.Ask) -> RequestError | None:
+        if ask.pages < 1:
+            return invalid(f"pages is {ask.pages}; it must be at least 1")
+        end = ask.first_page + ask.pages
+        if len(ask.digests) != end * DIGEST_BYTES or end > MAX_LOOKED_UP_PAGES:
+            return invalid(
+                f"digests has {len(ask.digests)} bytes; first_page {ask.first_page} + pages {ask.pages} need "
+                f"{end} x {DIGEST_BYTES}, at most {MAX_LOOKED_UP_PAGES} x {DIGEST_BYTES}"
+            )
+        lent = sum(key[0] == session for key in self._open)
+        if lent >= MAX_LOANS:
+            return exhausted(f"{lent} transfers of what was looked up are open; the bound is {MAX_LOANS}")
+        return None
+
+    def _lend(self, session: int, ask: peer.Ask, deadline: float) -> RequestError | None:
+        namespace = self._open_namespace(ask.namespace_id)
+        if namespace is None:
+            return unavailable("the pages are not held here, or not any more")
+        end = ask.first_page + ask.pages
+        lock = self._holds.lock_readable(namespace, ask.digests)
+        if lock.pages < end:
+            self._holds.unlock(namespace, lock)
+            return unavailable("the pages are not held here, or not any more")
+        if not self._cache.fits(namespace, 0):
+            self._holds.unlock(namespace, lock)
+            return exhausted(f"running requests were promised some of the {end} pages")
+        self._open[session, ask.transfer] = _Loan(namespace, lock, deadline)
+        self._counters.opened += 1
+        page_ids = tuple(namespace.tree.path_pages(lock)[ask.first_page : end])
+        self._outbox.put(OpenSend(session, ask.transfer, ask.first_page, page_ids, end))
+        return None
+
+    def _open_namespace(self, namespace_id: bytes) -> Namespace | None:
+        return None if namespace_id in self._closed else self._cache.namespaces.get(namespace_id)
+
+    def look(self) -> None:
+        """Ends what is past its deadline. After every step."""
+        for (session, transfer), loan in self._open.items():
+            if loan.deadline <= self._cache.clock.now and not loan.ending:
+                loan.ending, loan.failure = True, "deadline_exceeded"
+                error = deadline_exceeded("the pages were not taken in the time that the ask has")
+                self._outbox.put(FailAsk(session, transfer, error))
+                self._outbox.put(EndSend(session, transfer))
+
+    def ask_end(self, session: int, transfer: int) -> None:
+        """The prefill daemon wants no more of it; EndSend is left by the caller. Idempotent."""
+        if (loan := self._open.get((session, transfer))) is not None:
+            loan.ending = True
+
+    def closed(self, session: int, transfer: int, *, completed: bool) -> None:
+        """No gather of it runs: its pages are unlocked. Idempotent."""
+        loan = self._open.pop((session, transfer), None)
+        if loan is None:
+            return
+        self._holds.unlock(loan.namespace, loan.lock)
+        if completed:
+            self._counters.completed += 1
+        else:
+            self._counters.abort(loan.failure or "request_ended")
+
+    def session_down(self, session: int) -> None:
+        """The session is over, and no copy of it runs."""
+        for key in [key for key in self._open if key[0] == session]:
+            self.closed(*key, completed=False)

@@ -1,0 +1,212 @@
+"""A decode core that lends what it has cached: what it finds, what it locks and for how long, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend
+from kvferry.daemon.core.way_back.loans import MAX_LOANS
+from kvferry.proto import common_pb2 as common
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
+from kvferry.radix.digests import DIGEST_BYTES
+from tests.daemon.core.test_decode_guards import cached, in_the_host_tier
+from tests.regressions.request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, digests, name
+
+A, B = name(1), name(2)
+SESSION = 7
+
+
+def holding(pages: int = 16) -> Decode:
+    """`x`, of three pages, was computed and is cached."""
+    side = Decode(pages)
+    cached(side, "x", 3)
+    return side
+
+
+def wanted(number: int = 1, *, first: int = 0, pages: int = 3, **fields: Any) -> peer.Ask:
+    words: dict[str, Any] = {
+        "transfer": number,
+        "name": A.to_proto(),
+        "namespace_id": NAMESPACE,
+        "first_page": first,
+        "pages": pages,
+        "digests": digests("x", first + pages),
+    }
+    return peer.Ask(**{**words, **fields})
+
+
+def lend(side: Decode, ask: peer.Ask, *, session: int = SESSION, deadline: float = 10.0) -> None:
+    side.core.returns.lend(session, ask, deadline, 0.0)
+    side.take()
+
+
+def over(side: Decode, number: int = 1, *, completed: bool = True, now: float = 0.0) -> None:
+    side.core.returns.over(SESSION, number, now, completed=completed)
+    side.take()
+
+
+def refusal(side: Decode) -> common.ErrorCode:
+    (failed,) = side.of(FailAsk)
+    assert not side.of(OpenSend) and side.core.returns.active == 0 and side.cache.locks == 0
+    return failed.error.code
+
+
+# -- look-ups ------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_be_read_now_is_found_and_nothing_is_held_for_it() -> None:
+    side = holding()
+    assert side.core.returns.found(NAMESPACE, digests("x", 5)) == 3
+    assert side.core.returns.found(NAMESPACE, digests("x", 2)) == 2
+    assert side.core.returns.found(NAMESPACE, digests("y", 2)) == 0
+    look_ups = side.core.returns.look_ups
+    assert (look_ups.found, look_ups.nothing, look_ups.pages) == (2, 1, 5)
+    assert side.cache.locks == 0 and side.cache.evictable == 3
+
+
+def test_what_is_on_its_way_is_not_found() -> None:
+    side = holding()
+    side.admit(A, "x", 5)
+    assert side.core.returns.found(NAMESPACE, digests("x", 5)) == 3
+
+
+def test_what_lies_in_the_host_tier_alone_is_not_found() -> None:
+    side = in_the_host_tier(4)
+    assert side.core.returns.found(NAMESPACE, digests("x", 2)) == 0
+
+
+def test_a_namespace_that_no_worker_here_has_holds_nothing() -> None:
+    assert holding().core.returns.found(OTHER_TENANT, digests("x", 3)) == 0
+
+
+def test_of_a_closed_namespace_nothing_is_told_or_lent() -> None:
+    side = holding()
+    closed = frozenset({NAMESPACE})
+    limits = DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=8, closed_namespaces=closed)
+    side.core = DecodeCore(side.cache, limits)
+    assert side.core.returns.found(NAMESPACE, digests("x", 3)) == 0
+    lend(side, wanted())
+    assert refusal(side) == common.ERROR_UNAVAILABLE
+
+
+# -- loans ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_is_sent_and_locked_for_that_time() -> None:
+    side = holding()
+    lend(side, wanted(first=1, pages=2))
+    (send,) = side.of(OpenSend)
+    assert (send.session, send.transfer, send.first_page, send.pages_ready) == (SESSION, 1, 1, 3)
+    assert len(send.page_ids) == 2 and side.cache.locks == 1 and side.cache.evictable == 0
+    over(side)
+    assert side.cache.locks == 0 and side.cache.evictable == 3
+    counters = side.core.returns.counters
+    assert (counters.opened, counters.completed, side.core.returns.active) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"pages": 0}, common.ERROR_INVALID_ARGUMENT),
+        ({"digests": digests("x", 2)}, common.ERROR_INVALID_ARGUMENT),
+        ({"digests": digests("x", 3)[:-1]}, common.ERROR_INVALID_ARGUMENT),
+        ({"pages": 4, "digests": digests("x", 4)}, common.ERROR_UNAVAILABLE),
+        ({"digests": digests("y", 3)}, common.ERROR_UNAVAILABLE),
+        ({"namespace_id": OTHER_TENANT}, common.ERROR_UNAVAILABLE),
+        ({"namespace_id": b"short"}, common.ERROR_UNAVAILABLE),
+    ],
+)
+def test_what_cannot_be_lent_is_refused(fields: dict[str, Any], code: common.ErrorCode) -> None:
+    side = holding()
+    lend(side, wanted(**fields))
+    assert refusal(side) == code
+
+
+def test_the_pages_of_an_ask_are_bounded() -> None:
+    side = holding()
+    most = MAX_LOOKED_UP_PAGES
+    lend(side, wanted(1, pages=most, digests=bytes(most * DIGEST_BYTES)))
+    assert refusal(side) == common.ERROR_UNAVAILABLE
+    lend(side, wanted(2, pages=most + 1, digests=bytes((most + 1) * DIGEST_BYTES)))
+    assert refusal(side) == common.ERROR_INVALID_ARGUMENT
+
+
+def test_numbers_of_transfers_grow_whatever_they_are_for() -> None:
+    side = holding()
+    lend(side, wanted(5))
+    over(side, 5)
+    lend(side, wanted(5))
+    assert refusal(side) == common.ERROR_FAILED_PRECONDITION
+    side.admit(B, "x", 4)
+    side.core.returns.asked(SESSION, "p", B, peer.Ask(transfer=4, pages=1), 0.0)
+    side.take()
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_FAILED_PRECONDITION
+
+
+def test_a_session_has_so_many_at_a_time() -> None:
+    side = holding()
+    for number in range(1, MAX_LOANS + 2):
+        lend(side, wanted(number))
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_RESOURCE_EXHAUSTED and side.core.returns.active == MAX_LOANS
+    lend(side, wanted(1), session=SESSION + 1)
+    assert side.of(OpenSend), "another session has its own"
+
+
+def test_pages_that_were_promised_to_running_requests_are_not_lent() -> None:
+    side = holding(8)
+    side.admit(A, "y", 2, prefill="", new=6 * PAGE)
+    assert side.told("ready") and side.cache.available() == 0
+    lend(side, wanted())
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_RESOURCE_EXHAUSTED and side.core.returns.active == 0
+
+
+def test_a_request_waits_for_what_is_lent_and_gets_it_behind_that() -> None:
+    side = holding(4)
+    lend(side, wanted())
+    side.admit(A, "y", 3)
+    assert not side.told("admitted"), "what is sent cannot be evicted"
+    over(side)
+    assert side.told("admitted")
+
+
+def test_pages_that_nobody_takes_are_lent_until_the_deadline() -> None:
+    side = holding()
+    lend(side, wanted(), deadline=3.0)
+    side.tick(2.9)
+    assert not side.of(EndSend)
+    side.tick(3.0)
+    (failed,), (end,) = side.of(FailAsk), side.of(EndSend)
+    assert failed.error.code == common.ERROR_DEADLINE_EXCEEDED and end.transfer == 1
+    assert side.cache.locks == 1, "a gather may run"
+    side.tick(4.0)
+    assert not side.of(EndSend), "it is ended once"
+    over(side, completed=False, now=4.0)
+    assert side.cache.locks == 0 and dict(side.core.returns.counters.aborts) == {"deadline_exceeded": 1}
+
+
+def test_what_is_wanted_no_more_is_unlocked_once_no_gather_runs() -> None:
+    side = holding()
+    lend(side, wanted())
+    side.core.returns.ask_end(SESSION, 1, 0.0)
+    side.take()
+    assert side.of(EndSend) and side.cache.locks == 1
+    over(side, completed=False)
+    assert side.cache.locks == 0
+
+
+def test_the_end_of_a_session_ends_its_loans_alone() -> None:
+    side = holding()
+    lend(side, wanted())
+    lend(side, wanted(), session=SESSION + 1)
+    side.core.returns.session_down(SESSION, 0.0)
+    side.take()
+    assert side.core.returns.active == 1 and side.cache.locks == 1
+    over(side)  # it is late
+    assert side.core.returns.active == 1

@@ -1,0 +1,410 @@
+"""A prefill core that looks for what the asking decode daemon lacks: whom it asks, how long, and what it fetches."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.daemon.core.effects import LookUp, StartFetch, StopFetch, WakeAt
+from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
+from kvferry.daemon.core.prefill_entry import EntryState
+from kvferry.daemon.core.way_back import choice, look_ups
+from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_SESSION, NOT_HELD, WayBackLimits
+from kvferry.proto import peer_pb2 as peer
+from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.digests import DIGEST_BYTES
+from tests.daemon.core.way_back.test_fetches import FULL, TAIL, A, B, Fetching
+from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, digests, name
+
+ASKER, OTHER, THIRD = 1, 2, 3
+
+
+class Looking(Fetching):
+    """Three sessions have a way back; those of OTHER and THIRD answer look-ups."""
+
+    def __init__(self, setting: str = ALWAYS, *, closed: frozenset[bytes] = frozenset(), others: int = 2) -> None:
+        super().__init__(setting)
+        self.core = PrefillCore(self.cache, PrefillLimits(8, way_back=WayBackLimits(setting, 64, closed)))
+        for session in range(1, 2 + others):
+            self.core.fetches.session_up(session)
+            self.core.fetches.look_ups.session_up(session)
+
+    def asked_for(self, held: int = 0, *, now: float = 0.0) -> None:
+        self.ask_a(held, now=now)
+        self.begin_a(now=now)
+
+    def another(self, number: Name, prompt: str, held: int, pages: int = FULL) -> None:
+        """Of pages of the prompt, which OTHER's daemon asks for."""
+        begin = wire.Begin(
+            name=number.to_proto(), digests=digests(prompt, pages), tokens=pages * PAGE + 1, tail_digest=TAIL
+        )
+        ask = peer.Ask(
+            transfer=int.from_bytes(number.request_id, "big"),
+            name=number.to_proto(),
+            namespace_id=NAMESPACE,
+            first_page=pages,
+            pages=1,
+            tokens=begin.tokens,
+            last_full_digest=begin.digests[-DIGEST_BYTES:],
+            tail_digest=TAIL,
+            held_tokens=held * PAGE,
+        )
+        self.core.ask(OTHER, number, ask, DEADLINE, 0.0)
+        self.core.begin(1, NAMESPACE, number, begin, DEADLINE, 0.0)
+        self.take()
+
+    def found(self, session: int, pages: int, number: int = 1, now: float = 0.0) -> None:
+        self.core.found(session, number, pages, now)
+        self.take()
+
+    def asked_whom(self) -> list[int]:
+        """In the last step."""
+        return [effect.session for effect in self.of(LookUp)]
+
+
+def searching(held: int = 0) -> Looking:
+    side = Looking()
+    side.asked_for(held)
+    assert side.state is EntryState.LOOKING and not side.told("begun")
+    return side
+
+
+def test_what_the_asking_daemon_lacks_is_looked_up_at_the_others() -> None:
+    side = searching(held=2)
+    assert side.asked_whom() == [OTHER, THIRD]
+    (message, same) = (effect.message for effect in side.of(LookUp))
+    assert message == same and (message.namespace_id, message.digests) == (NAMESPACE, digests("x", FULL))
+
+
+def test_what_the_asking_daemon_holds_is_looked_up_nowhere() -> None:
+    side = Looking()
+    side.asked_for(held=FULL)
+    (start,) = side.of(StartFetch)
+    assert not side.of(LookUp) and start.session == ASKER and not start.ask.digests
+
+
+def test_who_holds_all_is_asked_for_it_without_the_others_answers() -> None:
+    side = searching(held=2)
+    side.found(THIRD, FULL)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.first_page, start.ask.pages) == (THIRD, 0, FULL)
+    assert start.ask.digests == digests("x", FULL) and side.choices() == {FETCH: 1}
+    side.found(OTHER, FULL)
+    assert not side.of(StartFetch), "it is too late"
+    counters = side.core.fetches.look_ups.counters
+    assert (counters.found, counters.nothing, counters.late, counters.pages) == (1, 0, 1, FULL)
+
+
+def test_who_holds_most_is_asked_once_all_have_answered() -> None:
+    side = searching(held=1)
+    side.found(OTHER, 3)
+    assert not side.of(StartFetch)
+    side.found(THIRD, 2)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages, start.ask.digests) == (OTHER, 3, digests("x", 3))
+    side.step("arrived", 1, [0, 1, 2])
+    side.step("completed", 1)
+    assert side.matched() == 3
+    fetches = side.core.fetches
+    assert fetches.elsewhere_tokens == fetches.fetched_tokens == 3 * PAGE
+
+
+def test_the_asking_daemon_goes_before_one_that_holds_as_much() -> None:
+    side = searching(held=2)
+    side.found(OTHER, 2)
+    side.found(THIRD, 1)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages, start.ask.digests) == (ASKER, 2, b"")
+    side.step("arrived", 1, [0, 1])
+    side.step("completed", 1)
+    assert side.core.fetches.fetched_tokens == 2 * PAGE and side.core.fetches.elsewhere_tokens == 0
+
+
+def test_where_nobody_holds_it_it_is_computed() -> None:
+    side = searching()
+    side.found(OTHER, 0)
+    side.found(THIRD, 0)
+    assert side.matched() == 0 and side.choices() == {NOT_HELD: 1} and len(side.core.fetches.look_ups) == 0
+
+
+def test_a_daemon_answers_for_itself_and_once() -> None:
+    side = searching()
+    side.found(ASKER, FULL)
+    side.found(OTHER, 2, number=9)
+    side.found(OTHER, 0)
+    side.found(OTHER, FULL)
+    assert side.state is EntryState.LOOKING and not side.of(StartFetch)
+
+
+def test_more_than_was_looked_up_is_not_believed() -> None:
+    side = searching()
+    side.found(OTHER, 1 << 30)
+    (start,) = side.of(StartFetch)
+    assert start.ask.pages == FULL and side.core.fetches.look_ups.counters.pages == FULL
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens are worth a fetch."""
+    monkeypatch.setattr(choice, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(choice, "ROUND_TRIP_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("cheap")
+def test_answers_are_waited_for_as_an_ask_is() -> None:
+    """By 3 % of what is to be computed, counted from Begin."""
+    side = Looking(AUTO)
+    side.begin_a(now=5.0)
+    (wake,) = side.of(WakeAt)
+    side.ask_a(held=0, now=wake.at - 3e-5)
+    assert side.asked_whom() == [OTHER, THIRD] and side.of(WakeAt) == [wake]
+    side.found(OTHER, 3, now=wake.at - 2e-5)
+    side.core.wake(wake.at - 1e-5)
+    side.take()
+    assert side.state is EntryState.LOOKING
+    side.core.wake(wake.at)
+    side.take()
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages) == (OTHER, 3), "what was found until then counts"
+    assert side.core.fetches.look_ups.counters.late == 1
+
+
+@pytest.mark.usefixtures("cheap")
+def test_an_ask_that_comes_at_the_last_moment_leaves_no_time_for_look_ups() -> None:
+    side = Looking(AUTO)
+    side.begin_a()
+    (wake,) = side.of(WakeAt)
+    side.ask_a(held=2, now=wake.at)
+    assert not side.of(LookUp) and side.of(StartFetch)
+
+
+def test_what_would_not_be_fetched_is_not_looked_up() -> None:
+    side = Looking(AUTO)
+    side.asked_for()
+    assert not side.of(LookUp) and side.matched() == 0 and side.choices() == {NOT_HELD: 1}
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_daemon_that_is_too_slow_is_not_asked() -> None:
+    side = Looking(AUTO)
+    side.core.fetches.judge.rates.measured(OTHER, 64, 1.0, 0.0)
+    side.asked_for()
+    assert side.asked_whom() == [THIRD]
+
+
+def test_of_a_closed_namespace_nobody_is_asked() -> None:
+    side = Looking(closed=frozenset({NAMESPACE}))
+    side.asked_for()
+    assert not side.of(LookUp) and side.matched() == 0
+
+
+def test_a_session_that_did_not_agree_is_not_asked() -> None:
+    side = Looking(others=0)
+    side.core.fetches.session_up(OTHER)
+    side.asked_for()
+    assert not side.of(LookUp) and side.choices() == {NOT_HELD: 1}
+
+
+def test_others_may_hold_it_where_the_asking_daemon_has_no_way_back() -> None:
+    side = Looking()
+    side.ask_a(FULL, session=9)
+    side.begin_a()
+    assert side.asked_whom() == [ASKER, OTHER, THIRD]
+    side.found(OTHER, 0)
+    side.found(ASKER, 0)
+    side.found(THIRD, 2)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages) == (THIRD, 2), "what an Ask says is held there cannot be had"
+    assert NO_SESSION not in side.choices()
+
+
+def test_so_many_are_asked_for_a_prompt_those_that_found_something_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ups, "MOST_ASKED", 2)
+    side = Looking(others=4)
+    side.asked_for()
+    assert side.asked_whom() == [2, 3]
+    side.found(2, 0)
+    side.found(3, 1)
+    side.another(B, "y", 0)
+    assert side.asked_whom() == [3, ASKER]
+
+
+def test_so_many_prompts_wait_for_answers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ups, "MOST_OPEN", 1)
+    side = searching()
+    side.another(B, "y", 0)
+    assert not side.of(LookUp) and side.told("begun")
+    side.core.abort(1, A, 0.0)
+    side.take()
+    side.another(name(3), "z", 0)
+    assert side.asked_whom() == [ASKER, THIRD]
+
+
+def test_of_a_long_prompt_the_beginning_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ups, "MAX_LOOKED_UP_PAGES", 2)
+    side = searching()
+    assert {effect.message.digests for effect in side.of(LookUp)} == {digests("x", 2)}
+    side.found(OTHER, 2)
+    (start,) = side.of(StartFetch)
+    assert start.ask.pages == 2
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_ends_is_not_waited_for() -> None:
+    side = searching()
+    side.found(OTHER, 2)
+    side.core.session_down(THIRD, 0.0)
+    side.take()
+    (start,) = side.of(StartFetch)
+    assert start.session == OTHER
+
+
+def test_what_a_session_has_found_goes_with_it() -> None:
+    side = searching(held=1)
+    side.found(OTHER, 2)
+    side.core.session_down(OTHER, 0.0)
+    side.take()
+    assert side.state is EntryState.LOOKING
+    side.found(THIRD, 0)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages) == (ASKER, 1)
+
+
+def test_a_request_outlives_the_session_that_it_fetches_from() -> None:
+    side = searching()
+    side.found(OTHER, FULL)
+    side.step("arrived", 1, [0, 1])
+    side.core.session_down(OTHER, 0.0)
+    side.take()
+    assert side.matched() == 2 and side.state is EntryState.COMPUTING and not side.told("failed")
+    assert dict(side.core.fetches.counters.aborts) == {"session_ended": 1}
+    assert side.core.matched_tokens(NAMESPACE, digests("x", FULL)) == 2 * PAGE
+
+
+def test_the_end_of_the_asking_session_ends_a_fetch_from_another() -> None:
+    side = searching()
+    side.found(OTHER, FULL)
+    side.core.session_down(ASKER, 0.0)
+    side.take()
+    (stop,) = side.of(StopFetch)
+    assert side.told("failed") and stop.session == OTHER and A in side.core.entries, "a copy may run"
+    side.step("drained", 1)
+    assert A not in side.core.entries and side.cache.pool.counts().leased == 0 and side.cache.locks == 0
+
+
+def test_the_end_of_the_asking_session_ends_a_search() -> None:
+    side = searching()
+    side.core.session_down(ASKER, 0.0)
+    side.take()
+    assert side.told("failed") and len(side.core.fetches.look_ups) == 0 and A not in side.core.entries
+    side.found(OTHER, FULL)
+    assert not side.of(StartFetch)
+
+
+@pytest.mark.parametrize("who", ["worker", "decode", "deadline"])
+def test_who_ends_while_answers_are_waited_for_leaves_nothing(who: str) -> None:
+    side = searching()
+    if who == "worker":
+        side.core.abort(1, A, 0.0)
+    elif who == "decode":
+        side.core.done(ASKER, A, 0.0)
+    else:
+        side.core.tick(DEADLINE + 1)
+    side.take()
+    assert len(side.core.fetches.look_ups) == 0
+    if who == "deadline":  # the search ended before, and it was computing
+        return
+    side.core.wake(100.0)
+    side.found(OTHER, FULL)
+    assert A not in side.core.entries and side.cache.locks == 0 and not side.told("begun")
+
+
+# -- single flight -------------------------------------------------------------------------------------------------
+
+
+def followed(pages: int = FULL, held: int = FULL) -> Looking:
+    """A fetches all of `x`, and B, of so many pages of it, waits for that."""
+    side = Looking()
+    side.asked_for(FULL)
+    side.another(B, "x", held, pages)
+    assert side.core.entries[B].state is EntryState.LOOKING and not (side.of(StartFetch) or side.of(LookUp))
+    return side
+
+
+def test_what_is_being_fetched_is_fetched_once() -> None:
+    side = followed()
+    free = side.cache.pool.free
+    side.step("arrived", 1, list(range(FULL)))
+    side.step("completed", 1)
+    begun = {event.begun.name.request_id: event.begun for event in side.told("begun")}
+    a, b = begun[A.request_id], begun[B.request_id]
+    assert a.matched_tokens == b.matched_tokens == FULL * PAGE
+    assert list(a.pages[:FULL]) == list(b.pages[:FULL]) and a.pages[FULL] != b.pages[FULL]
+    assert side.cache.pool.free == free + FULL, "its own pages are free again"
+    fetches = side.core.fetches
+    assert (fetches.counters.opened, fetches.fetched_tokens, fetches.followed_tokens) == (1, FULL * PAGE, FULL * PAGE)
+    for session, each in ((ASKER, A), (OTHER, B)):
+        side.core.abort(1, each, 0.0)
+        side.core.send_ended(session, int.from_bytes(each.request_id, "big"), 0.0)
+    side.take()
+    counts = side.cache.pool.counts()
+    assert side.cache.locks == 0 and counts.leased == 0 and counts.cached == FULL
+
+
+def test_who_follows_fetches_what_is_lacking_then() -> None:
+    side = followed()
+    side.step("arrived", 1, [0, 1])
+    side.step("stopped", 1, ASKER, "refused")
+    side.step("drained", 1)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.first_page, start.ask.pages) == (OTHER, 2, 3)
+    assert Name(start.ask.name.request_id, 1) == B
+
+
+def test_a_prompt_that_has_only_a_beginning_in_common_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Looking()
+    side.asked_for(FULL)
+    whole = digests("x", 2) + digests("y", FULL)[2 * DIGEST_BYTES :]
+    monkeypatch.setattr("tests.daemon.core.way_back.test_look_ups.digests", lambda prompt, pages: whole)
+    side.another(B, "x", FULL)
+    (start,) = side.of(StartFetch)
+    assert start.session == OTHER
+
+
+def test_who_looked_it_up_meanwhile_follows() -> None:
+    side = searching()
+    side.another(B, "x", 0)
+    assert side.asked_whom() == [ASKER, THIRD]
+    side.found(THIRD, FULL, 1)
+    assert len(side.of(StartFetch)) == 1
+    side.found(THIRD, FULL, 2)
+    assert not side.of(StartFetch) and side.core.entries[B].state is EntryState.LOOKING
+    side.step("arrived", 1, list(range(FULL)))
+    side.step("completed", 1)
+    assert len(side.told("begun")) == 2
+
+
+@pytest.mark.parametrize("why", ["aborted", "session"])
+def test_who_follows_does_not_end_with_the_first(why: str) -> None:
+    side = followed()
+    side.step("arrived", 1, [0])
+    if why == "aborted":
+        side.core.abort(1, A, 0.0)
+        side.core.fetch_drained(1, 0.0)
+    else:
+        side.core.session_down(ASKER, 0.0)
+    side.take()
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.first_page) == (OTHER, 1)
+
+
+def test_who_follows_and_ends_leaves_nothing() -> None:
+    side = followed()
+    side.core.abort(1, B, 0.0)
+    side.take()
+    assert B not in side.core.entries
+    side.step("arrived", 1, list(range(FULL)))
+    side.step("completed", 1)
+    assert len(side.told("begun")) == 1
