@@ -4,6 +4,7 @@
 VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
 VLLM_DECODE_PYTHON  decode's, where it has another vLLM
 VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill's ranks on the first, decode's on the last; without it vLLM for CPUs
+VLLM_PROGRAM  a script here in the place of vLLM's API server: latents_in_torch.py, v2_on_cpu.py
 VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
 VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
@@ -48,6 +49,9 @@ CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
 LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4  # of the model of `model_of_heads`
 SPREAD = 0.08  # of its weights: two best logits are seldom near each other
+PROGRAM: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+if script := os.environ.get("VLLM_PROGRAM"):
+    PROGRAM = (str(ROOT / "bench" / "vllm" / script),)
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
@@ -74,7 +78,7 @@ class Spec:
     prefill_blocks: int = 0
     decode_bytes: int = 0  # the same on GPUs in bytes, of all ranks; 0: what GPU_SHARE leaves
     prefill_bytes: int = 0
-    program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+    program: tuple[str, ...] = PROGRAM
     flags: tuple[str, ...] = SMALL  # of each engine
     decode_flags: tuple[str, ...] = ()  # beside them
     prefill_flags: tuple[str, ...] = ()

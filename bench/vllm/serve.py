@@ -19,6 +19,25 @@ def name_as_vllm() -> None:
     importlib.metadata.version = _version_of
 
 
+def run_api_server() -> None:
+    """The server alone, in this process, by the arguments of the command line."""
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()
+    except ModuleNotFoundError:  # vLLM 0.26
+        import uvloop
+        from vllm.entrypoints.openai.api_server import run_server
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        cli_env_setup()
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args()
+        validate_parsed_serve_args(args)
+        uvloop.run(run_server(args))
+
+
 if __name__ == "__main__":
     name_as_vllm()
     from vllm.entrypoints.cli.main import main
