@@ -179,27 +179,29 @@ class Cluster:
 
     def kvferry(self) -> None:
         self.start_daemons()
-        module, _, class_name = self.spec.connector_class.partition(":")
         here = [str(ROOT / "bench" / "vllm"), *filter(None, [os.environ.get("PYTHONPATH")])]
         for name in (*self.prefills, "decode"):
-            transfer: dict[str, object] = {
-                "kv_connector": class_name,
-                "kv_connector_module_path": module,
-                "kv_role": "kv_consumer" if name == "decode" else "kv_producer",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
-                    "page_size": self.spec.page_size,
-                    "pool": self.spec.pool,
-                    **self.spec.extra,
-                    **self.spec.extra_of.get(name, {}),
-                },
-            }
-            transfer = self._with_others(name, transfer)
-            self._vllm(name, transfer, {"PYTHONPATH": os.pathsep.join(here)})
+            self._vllm(name, self._with_others(name, self.transfer_of(name)), {"PYTHONPATH": os.pathsep.join(here)})
         for engine in self.engines.values():
             self._wait(engine)
         self.start_front()
+
+    def transfer_of(self, name: str) -> dict[str, object]:
+        """The `kv_transfer_config` of an engine of the pair."""
+        module, _, class_name = self.spec.connector_class.partition(":")
+        return {
+            "kv_connector": class_name,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_consumer" if name == "decode" else "kv_producer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
+                "page_size": self.spec.page_size,
+                "pool": self.spec.pool,
+                **self.spec.extra,
+                **self.spec.extra_of.get(name, {}),
+            },
+        }
 
     def _with_others(self, name: str, transfer: dict[str, object]) -> dict[str, object]:
         """The connector, behind those that the specification has beside it."""
