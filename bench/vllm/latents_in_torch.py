@@ -22,6 +22,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.deepseek_v2 import Indexer
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
@@ -233,6 +234,7 @@ def _backend(*args: Any, use_sparse: bool = False, **told: Any) -> Any:
     return SparseLatentsBackend if use_sparse else LatentsBackend
 
 
+RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native  # CPUs' kernel is wrong where heads lie apart (0.26)
 _dispatch = layer_utils.dispatch_cpu_unquantized_gemm
 
 
