@@ -18,9 +18,11 @@ from typing import Any
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
 
-import latents_in_torch  # noqa: F401  vLLM for CPUs has none
 from chat import Reply, Token, compared
-from cluster import Cluster, Log, Spec
+from cluster import PROGRAMS, Cluster, Log, Spec
+
+sys.path.append(str(PROGRAMS))
+import latents_in_torch  # noqa: F401  before vLLM's engine, whose CPU build has none
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -44,6 +46,7 @@ class Case:
     turns: int
     new_tokens: int
     decode_blocks: int
+    pool_bytes: str
 
     def engine(self, name: str, transfer: dict[str, object] | None) -> Any:
         ranks = self.ranks.get(name, 1)
@@ -139,7 +142,8 @@ def run(case: Case, log: Log) -> int:
     again = chats(case, alone, want)
     log.add(f"{case.kind}, KV {case.cache_dtype}: one engine, asked twice: {compared(want, again)}{alone.accepted()}")
     alone.close()
-    with Cluster(Spec(page_size=BLOCK, ranks=case.ranks, extra={"deadline_seconds": 120.0})) as cluster:
+    spec = Spec(page_size=BLOCK, ranks=case.ranks, pool_bytes=case.pool_bytes, extra={"deadline_seconds": 120.0})
+    with Cluster(spec) as cluster:
         cluster.start_daemons()
         pair = Engines(case, cluster)
         got = chats(case, pair, want)
@@ -167,12 +171,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--decode-blocks", type=int, default=14, help="few, so that chats put each other out")
+    parser.add_argument("--pool-bytes", default="512MiB", help="of each daemon; few, so that pages are spilled")
     parser.add_argument("--output", type=Path, metavar="FILE")
     args = parser.parse_args()
     log, wrong = Log(args.output), 0
     prefill, decode = map(int, args.ranks.split(":"))
     ranks = {} if args.ranks == "1:1" else {"alone": 1, "prefill": prefill, "decode": decode}
-    case = Case(args.models, "", "auto", ranks, args.chats, args.turns, args.new_tokens, args.decode_blocks)
+    load = args.chats, args.turns, args.new_tokens
+    case = Case(args.models, "", "auto", ranks, *load, args.decode_blocks, args.pool_bytes)
     for told in args.kinds:
         kind, _, cache_dtype = told.partition("+")
         wrong += run(replace(case, kind=kind, cache_dtype=cache_dtype or "auto"), log)

@@ -1,6 +1,6 @@
 """`vllm serve` for vLLM's CPU build, whose distribution has another name than the one that vLLM itself looks for.
 
-python bench/vllm/serve.py serve ...
+python bench/vllm/programs/serve.py serve ...
 """
 
 from __future__ import annotations

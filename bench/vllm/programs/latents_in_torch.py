@@ -2,7 +2,7 @@
 in their own layouts: for CPUs, for which vLLM 0.26 has no kernels of either, and for GPUs without DeepGEMM's and
 FlashMLA's. Slow; for tests of what a pair moves.
 
-python bench/vllm/latents_in_torch.py --enforce-eager --model ...
+python bench/vllm/programs/latents_in_torch.py --enforce-eager --model ...
 """
 
 from __future__ import annotations

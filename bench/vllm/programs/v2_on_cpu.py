@@ -1,7 +1,7 @@
 """vLLM's server with Model Runner V2 on CPUs: its Triton kernels are interpreted, which is slow and right. For tests of
 what only that runner does, but for grammars and top-p, whose kernels cannot be interpreted.
 
-python bench/vllm/v2_on_cpu.py --model ...
+python bench/vllm/programs/v2_on_cpu.py --model ...
 """
 
 from __future__ import annotations
