@@ -3,7 +3,7 @@
 
 VLLM_PYTHON   the interpreter that has vLLM (VLLM_DECODE_PYTHON: decode's)        VLLM_MODEL  a model's folder
 VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: prefill's ranks on the first, decode's on the last; without it vLLM for CPUs
-VLLM_PROGRAM  one of programs/ in the place of vLLM's API server      VLLM_FLAGS  more arguments, behind the scripts' own
+VLLM_PROGRAM  one of programs/ in the place of vLLM's API server     VLLM_FLAGS  more arguments, behind the scripts' own
 VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
 """
