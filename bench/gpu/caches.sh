@@ -3,6 +3,7 @@
 # caches: latents (MLA), FP8, a draft model's beside the model's. BASE: a folder with a tokenizer and a config.json of Llama's.
 #   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   one GPU: latent latent-fp8 indexed fp8 e5m2 eagle eagle3 mtp draft
 #                                                         two: latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 latent-chaos-1:2
+# Two at once, each on a GPU: DEVICE, VLLM_UCX_BASE and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
 # CASE_SECONDS (200): of each case. indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -22,7 +23,7 @@ model() { # KIND: its folder
 }
 
 tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
-  local name=$1 kind=$2 flags=$3 folder
+  local name=${1//:/-} kind=$2 flags=$3 folder
   shift 3
   folder=$(model "$kind")
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
@@ -38,10 +39,12 @@ drafts() { # METHOD KIND 'more of its configuration' TOKENS
 }
 
 storm() { # CASE KIND RANKS
-  export VLLM_BENCH_LOGS=$HOME/logs/$1 VLLM_MODEL VLLM_FLAGS=$FLAGS
+  local name=${1//:/-}
+  export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL VLLM_FLAGS=$FLAGS
+  echo "==== $name"
   VLLM_MODEL=$(model "$2")
   VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/chaos.py --pool engine --ranks "$3" \
-    --aborts "${ABORTS:-100}" --restarts "${RESTARTS:-10}" --rank-kills "${RANK_KILLS:-1}" --output "$OUT_DIR/$1.txt" 2>&1 | tail -30
+    --aborts "${ABORTS:-100}" --restarts "${RESTARTS:-10}" --rank-kills "${RANK_KILLS:-1}" --output "$OUT_DIR/$name.txt" 2>&1 | tail -30
 }
 
 for name in "$@"; do

@@ -11,6 +11,6 @@ if [ ! -d "$HOME/site/vllm" ]; then
   mkdir -p "$HOME/vllm-caches"
   for each in alone prefill decode; do cp -a "$HOME/vc-p" "$HOME/vllm-caches/$each"; done
 fi
-export PYTHONPATH=$PYTHONPATH:$HOME/site VLLM_PYTHON=$(command -v "$PYTHON") VLLM_CACHES=$HOME/vllm-caches
+export PYTHONPATH=$PYTHONPATH:$HOME/site VLLM_PYTHON=$(command -v "$PYTHON") VLLM_CACHES=${VLLM_CACHES:-$HOME/vllm-caches}
 export VLLM_MODEL=${VLLM_MODEL:-$HOME/m8} PYTHONHASHSEED=0 VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0
 export VLLM_NIXL_SIDE_CHANNEL_PORT=5600 VLLM_WORKER_MULTIPROC_METHOD=fork UCX_TLS=${UCX_TLS:-cuda_copy,cuda_ipc,sm,self,tcp}
