@@ -31,7 +31,7 @@ _REMEDIES = {
 }
 _LATER = ("geometry.further", "engine_layout", "digest_tokens", "kv_scales", "speculative")
 _UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing
-_EXPLAINS = ("model", "revision", "kv_scales", "speculative")  # a draft model has layers, too, which the geometry counts
+_EXPLAINS = ("model", "revision", "kv_scales", "speculative")  # a draft model has layers, and the geometry counts them
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
 
