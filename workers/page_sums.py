@@ -47,21 +47,22 @@ class PageSums:
     have the same, others by a chance of about 2^-63. The same whatever ranks share the heads."""
 
     def __init__(self, pools: RankPools) -> None:
-        geometry = pools.geometry
-        if geometry.further:
-            raise ValueError("a page has several caches; a record has the sums of one")
-        if geometry.head_dim * geometry.itemsize % 8:
-            raise ValueError(f"a head has {geometry.head_dim * geometry.itemsize} bytes; a record needs whole 64 bits")
-        self._page_size = geometry.page_size
-        ranks = {rank.heads.start: rank for rank in rank_views(pools)}  # each head once
-        words = geometry.head_dim * geometry.itemsize // 8
-        shape = (geometry.layers, geometry.tensors, geometry.page_size, geometry.kv_heads, words)
-        factors = torch.randint(-(1 << 62), 1 << 62, shape, generator=torch.Generator().manual_seed(SEED)) * 2 + 1
-        # Of each layer (pages, tensors, page size, heads, words).
-        self._ranks = [
-            RankView(tuple(layer.view(torch.int64) for layer in rank.layers), rank.heads) for rank in ranks.values()
-        ]
-        self._factors = [factors[:, :, :, rank.heads].to(rank.device) for rank in self._ranks]
+        self._page_size = pools.geometry.page_size
+        generator = torch.Generator().manual_seed(SEED)
+        # Of each cache and rank: each layer's words, (pages, tensors, page size, heads, words), and their factors.
+        self._parts: list[tuple[RankView, torch.Tensor]] = []
+        for number, cache in enumerate(pools.geometry.caches):
+            if cache.head_dim * cache.itemsize % 8:
+                field = f"geometry.further[{number - 1}]: " if number else ""
+                raise ValueError(
+                    f"{field}a head has {cache.head_dim * cache.itemsize} bytes; a record needs whole 64 bits"
+                )
+            words = cache.head_dim * cache.itemsize // 8
+            shape = (cache.layers, cache.tensors, cache.page_size, cache.kv_heads, words)
+            factors = torch.randint(-(1 << 62), 1 << 62, shape, generator=generator) * 2 + 1
+            for rank in {view.heads.start: view for view in rank_views(pools, number)}.values():  # each head once
+                view = RankView(tuple(layer.view(torch.int64) for layer in rank.layers), rank.heads)
+                self._parts.append((view, factors[:, :, :, rank.heads].to(rank.device)))
 
     def of(self, pages: Sequence[int], tokens: int, first: int) -> list[int]:
         """The sums of a request's pages with its first `tokens` tokens, from page `first` on; of the last one its
@@ -77,7 +78,7 @@ class PageSums:
     @torch.inference_mode()
     def _sum(self, pages: Sequence[int], tokens: int) -> list[int]:
         total = [0] * len(pages)
-        for rank, factors in zip(self._ranks, self._factors, strict=True):
+        for rank, factors in self._parts:
             ids = torch.tensor(list(pages), dtype=torch.int64, device=rank.device)
             found = torch.zeros(len(pages), dtype=torch.int64, device=rank.device)
             for layer, factor in zip(rank.layers, factors, strict=True):

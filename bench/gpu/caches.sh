@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # On a machine with NVIDIA GPUs and a vLLM that was packed for it (packed_vllm.sh): greedy tokens of a pair against one vLLM, for kinds of KV
 # caches: latents (MLA), FP8, a draft model's beside the model's. BASE: a folder with a tokenizer and a config.json of Llama's.
-#   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   latent fp8 eagle draft (one GPU), latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 (two)
+#   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   one GPU: latent latent-fp8 indexed fp8 e5m2 eagle eagle3 mtp draft
+#                                                         two: latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 latent-chaos-1:2
+# Two at once, each on a GPU: DEVICE, VLLM_UCX_BASE and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
+# CASE_SECONDS (200): of each case. indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -20,7 +23,7 @@ model() { # KIND: its folder
 }
 
 tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
-  local name=$1 kind=$2 flags=$3 folder
+  local name=${1//:/-} kind=$2 flags=$3 folder
   shift 3
   folder=$(model "$kind")
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
@@ -31,24 +34,37 @@ tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
   grep -h "Traceback" -A30 "$VLLM_BENCH_LOGS"/*.log | grep -v APIServer | tail -25 | cut -c1-300
 }
 
+drafts() { # METHOD KIND 'more of its configuration' TOKENS
+  VLLM_DEVICES=${DEVICE:-cuda:0} tokens "$2" "$2" "--speculative-config '{\"method\":\"$1\",$3\"num_speculative_tokens\":$4}'"
+}
+
+storm() { # CASE KIND RANKS
+  local name=${1//:/-}
+  export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL VLLM_FLAGS=$FLAGS
+  echo "==== $name"
+  VLLM_MODEL=$(model "$2")
+  VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/chaos.py --pool engine --ranks "$3" \
+    --aborts "${ABORTS:-100}" --restarts "${RESTARTS:-10}" --rank-kills "${RANK_KILLS:-1}" --output "$OUT_DIR/$name.txt" 2>&1 | tail -30
+}
+
 for name in "$@"; do
   case $name in
     latent) VLLM_DEVICES=${DEVICE:-cuda:0} tokens latent latent "" ;;
-    fp8) VLLM_DEVICES=${DEVICE:-cuda:0} tokens fp8 heads "--kv-cache-dtype fp8_e4m3" ;;
-    eagle)
-      VLLM_DEVICES=${DEVICE:-cuda:0} tokens eagle eagle \
-        "--speculative-config '{\"method\":\"eagle\",\"model\":\"$HOME/models/eagle-draft\",\"num_speculative_tokens\":3}'"
+    latent-fp8) VLLM_DEVICES=${DEVICE:-cuda:0} tokens latent-fp8 latent "--kv-cache-dtype fp8_e4m3" ;;
+    indexed)
+      VLLM_PROGRAM=latents_in_torch.py VLLM_DEVICES=${DEVICE:-cuda:0} tokens indexed indexed \
+        "--enforce-eager --block-size 64 --tokenizer-mode hf" --page-size 64
       ;;
+    fp8) VLLM_DEVICES=${DEVICE:-cuda:0} tokens fp8 heads "--kv-cache-dtype fp8_e4m3" ;;
+    e5m2) VLLM_DEVICES=${DEVICE:-cuda:0} tokens e5m2 heads "--kv-cache-dtype fp8_e5m2 --attention-backend TRITON_ATTN" ;;
+    eagle | eagle3) drafts "$name" "$name" "\"model\":\"$HOME/models/$name-draft\"," 3 ;;
+    mtp) drafts mtp mtp "" 1 ;;
     draft) VLLM_DEVICES=${DEVICE:-cuda:0} tokens draft heads "--speculative-config '{\"model\":\"$HOME/models/heads\",\"num_speculative_tokens\":3}'" ;;
+    latent-chaos-*) storm "$name" latent "${name#latent-chaos-}" ;;
     latent-*) VLLM_DEVICES=cuda:0,cuda:1 tokens "$name" latent "" --ranks "${name#latent-}" ;;
     heads-*) VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 tokens "$name" heads "" --ranks "${name#heads-}" ;;
     experts-dp) VLLM_DEVICES=cuda:0,cuda:1 tokens experts-dp experts "--enable-expert-parallel" --dp 2 ;;
-    chaos-*)
-      export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL VLLM_FLAGS=$FLAGS
-      VLLM_MODEL=$(model heads)
-      VLLM_KV_CACHE_LAYOUT=HND VLLM_DEVICES=cuda:0,cuda:1 timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/chaos.py --pool engine --ranks "${name#chaos-}" \
-        --aborts "${ABORTS:-100}" --restarts "${RESTARTS:-10}" --rank-kills "${RANK_KILLS:-1}" --output "$OUT_DIR/$name.txt" 2>&1 | tail -30
-      ;;
+    chaos-*) storm "$name" heads "${name#chaos-}" ;;
     *) echo "$name: no such case" >&2 ;;
   esac
 done

@@ -1,6 +1,6 @@
 """One session between daemons of several ranks: a prompt's pages from the GPUs of one to those of the other.
 
-    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4]
+    python bench/gpu/lanes.py [--pairs 2:2 1:2 2:1 1:1] [--devices cuda:0,cuda:1,cuda:2,cuda:3] [--gib 1 4] [--latents]
         [--output FILE]
 
 In P:D the prefill daemon has the first P of the devices and the decode daemon the last D; where there are fewer than
@@ -9,7 +9,9 @@ on all of prefill's ranks, asks for them at decode, and compares every byte on a
 `ready` is the time from the report that all pages are computed to decode's Ready, `messages` what the same takes where
 no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links, `plain`: copies of as
 many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run;
-`of links` is the share of it that `moved` has. All GPUs compute until the report. Without GPUs: --devices cpu, and as
+`of links` is the share of it that `moved` has. With --latents (DeepSeek V3's shape) each of decode's ranks gets every
+byte, and GB/s counts them all; `striped` is what plain copies take where each of decode's ranks gets its share from
+prefill and has it from the others then. All GPUs compute until the report. Without GPUs: --devices cpu, and as
 many ranks in host memory. It needs a kvferry that can be imported: installed, or as bench/gpu/build.sh lays it out.
 """
 
@@ -24,6 +26,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from delta import PAGE_SIZE, compute, daemon, factors_on, nothing_missing, rounds_of_products, stages, synchronize
@@ -36,16 +39,28 @@ from kvferry.proto import common_pb2
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import rank_devices
 
-LAYERS, HEADS, HEAD_DIM = 32, 8, 128  # of Llama-3.1-8B
-TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
 WARM_UPS, ROUNDS = 2, 7
-FACTS = common_pb2.NamespaceFacts(
-    model="lanes",
-    revision="1",
-    geometry=common_pb2.Geometry(layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="bfloat16", tensors=2),
-    digest_algorithm="sha256_cbor",
-    root_digest=bytes(32),
-)
+
+
+class Model(NamedTuple):
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tensors: int
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.tensors * self.kv_heads * self.head_dim
+
+    @property
+    def facts(self) -> common_pb2.NamespaceFacts:
+        geometry = common_pb2.Geometry(**self._asdict(), dtype="bfloat16")
+        return common_pb2.NamespaceFacts(
+            model="lanes", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=bytes(32)
+        )
+
+
+HEADS, LATENTS = Model(32, 8, 128, 2), Model(61, 1, 576, 1)  # of Llama-3.1-8B, of DeepSeek V3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +69,17 @@ class Side:
 
     client: DaemonClient
     products: list[list[torch.Tensor]]  # the factors of each rank, on its device
+    model: Model
 
     def fill(self, pages: torch.Tensor, seeds: torch.Tensor) -> None:
         for rank in range(len(self.products)):
-            for layer in range(LAYERS):
+            for layer in range(self.model.layers):
                 self._layer(rank, layer)[pages.to(self._device(rank))] = self._content(rank, layer, seeds)
 
     def check(self, pages: torch.Tensor, seeds: torch.Tensor) -> None:
         """AssertionError where a byte is not what `fill` writes."""
         for rank in range(len(self.products)):
-            for layer in range(LAYERS):
+            for layer in range(self.model.layers):
                 there = self._layer(rank, layer)[pages.to(self._device(rank))]
                 assert torch.equal(there, self._content(rank, layer, seeds)), f"rank {rank}, layer {layer} differs"
 
@@ -76,8 +92,9 @@ class Side:
 
     def _content(self, rank: int, layer: int, seeds: torch.Tensor) -> torch.Tensor:
         shape = self._layer(rank, layer).shape
+        heads_before = rank * shape[3] if self.model.tensors > 1 else 0  # a latent is the same on all
         words = seeds.to(self._device(rank)).view(-1, 1, 1, 1, 1) + 7 * layer
-        for axis, factor, first in ((1, 3, 0), (2, 5, 0), (3, 11, rank * shape[3]), (4, 1, 0)):
+        for axis, factor, first in ((1, 3, 0), (2, 5, 0), (3, 11, heads_before), (4, 1, 0)):
             of = [1] * 5
             of[axis] = -1
             words = words + factor * torch.arange(first, first + shape[axis], device=words.device).view(of)
@@ -91,27 +108,54 @@ def devices_of(pair: str, devices: list[str]) -> tuple[list[str], list[str]]:
     return rank_devices.devices_of(devices, prefill, decode)
 
 
-def links(sending: list[str], receiving: list[str], nbytes: int) -> float:
-    """Seconds of plain copies of as many bytes, between all ranks that share heads at once, each after products."""
+class Copy(NamedTuple):
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+def between(source: str, target: str, nbytes: int) -> Copy:
+    return Copy(*(torch.empty(nbytes, dtype=torch.uint8, device=device) for device in (source, target)))
+
+
+def links(sending: list[str], receiving: list[str], nbytes: int) -> list[list[Copy]]:
+    """Copies of as many bytes, between all ranks that share heads at once."""
     pairs = rank_devices.pairs_of(len(sending), len(receiving))
-    buffers = [
-        (
-            torch.empty(nbytes // len(pairs), dtype=torch.uint8, device=sending[one]),
-            torch.empty(nbytes // len(pairs), dtype=torch.uint8, device=receiving[other]),
-        )
-        for one, other in pairs
+    return [[between(sending[one], receiving[other], nbytes // len(pairs)) for one, other in pairs]]
+
+
+def whole(sending: list[str], receiving: list[str], nbytes: int) -> list[list[Copy]]:
+    """All bytes to each receiver, each from a sender of its own where there is one."""
+    return [[between(sending[i % len(sending)], receiver, nbytes) for i, receiver in enumerate(receiving)]]
+
+
+def striped(sending: list[str], receiving: list[str], nbytes: int) -> list[list[Copy]]:
+    """A share to each receiver, then to each of the others, one after the other."""
+    count = len(receiving)
+    share = nbytes // count
+    first = [between(sending[i % len(sending)], receiver, share) for i, receiver in enumerate(receiving)]
+    turns = [
+        [between(receiving[i], receiving[(i + turn) % count], share) for i in range(count)] for turn in range(1, count)
     ]
-    factors = [factors_on(torch.device(name)) for name in dict.fromkeys(sending + receiving)]
-    streams = [torch.cuda.Stream(source.device) if source.is_cuda else None for source, _ in buffers]
+    return [first, *turns]
+
+
+def seconds_of(steps: list[list[Copy]]) -> float:
+    """Of copies that run at once in each step, after products on all of their devices."""
+    devices = list(dict.fromkeys(each.device for step in steps for copy in step for each in copy))
+    factors = [factors_on(device) for device in devices]
+    streams = [
+        [torch.cuda.Stream(copy.source.device) if copy.source.is_cuda else None for copy in step] for step in steps
+    ]
 
     def copies() -> float:
         for _ in rounds_of_products(*factors):
             pass
         began = time.perf_counter()
-        for (source, target), stream in zip(buffers, streams, strict=True):
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-        synchronize(*(each.device for pair in buffers for each in pair))
+        for step, of_step in zip(steps, streams, strict=True):
+            for copy, stream in zip(step, of_step, strict=True):
+                with torch.cuda.stream(stream):
+                    copy.target.copy_(copy.source, non_blocking=True)
+            synchronize(*devices)
         return time.perf_counter() - began
 
     return statistics.median([copies() for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:])
@@ -119,10 +163,12 @@ def links(sending: list[str], receiving: list[str], nbytes: int) -> float:
 
 async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     sending, receiving = devices_of(pair, args.devices.split(","))
-    page_bytes = PAGE_SIZE * TOKEN_BYTES
+    model = LATENTS if args.latents else HEADS
+    page_bytes = PAGE_SIZE * model.token_bytes
     pages = int(gib * (1 << 30)) // page_bytes
     nbytes = pages * page_bytes
-    limit = links(sending, receiving, nbytes)
+    limit = seconds_of((whole if args.latents else links)(sending, receiving, nbytes))
+    shared = seconds_of(striped(sending, receiving, nbytes)) if args.latents else 0.0
     pool = ["--storage", "layer", "--pool-bytes", str((2 * pages + 64) * page_bytes)]
     with Stack() as stack:
         words = [["--ranks", str(len(names))] if names[0] == "cpu" else [] for names in (sending, receiving)]
@@ -137,8 +183,8 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
             ("decode", common_pb2.ROLE_DECODE, receiving),
         ):
             socket = os.path.join(stack.folder, f"{role}.sock")
-            client = await DaemonClient.connect(socket, proto_role, FACTS, "bench", deadline_s=60)
-            sides.append(Side(client, [factors_on(torch.device(name)) for name in names]))
+            client = await DaemonClient.connect(socket, proto_role, model.facts, "bench", deadline_s=60)
+            sides.append(Side(client, [factors_on(torch.device(name)) for name in names], model))
         try:
             times = [await one(*sides, pages, check=number in (0, ROUNDS)) for number in range(WARM_UPS + ROUNDS)]
             floor = [await nothing_missing(*sides) for _ in range(ROUNDS)]
@@ -152,6 +198,9 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     ready, messages = statistics.median(times[WARM_UPS:]), statistics.median(floor)
     moved = ready - messages
     told = ", ".join(f"{name} {found[name] * 1e6:.0f}" for name in ("gather", "write", "scatter") if name in found)
+    if args.latents:
+        nbytes *= len(receiving)
+        told = f"striped {shared * 1e3:.2f} ms; {told}"
     return (
         f"{pair:5} {gib:5g} GiB {ready * 1e3:9.2f} {nbytes / ready / 1e9:5.0f} {messages * 1e3:9.2f} "
         f"{moved * 1e3:7.2f} {nbytes / moved / 1e9:5.0f} {limit * 1e3:8.2f} {nbytes / limit / 1e9:5.0f} "
@@ -194,6 +243,7 @@ def main() -> int:
     parser.add_argument("--pairs", nargs="+", default=["2:2", "1:2", "2:1", "1:1"], metavar="P:D")
     parser.add_argument("--devices", default="cuda:0,cuda:1,cuda:2,cuda:3")
     parser.add_argument("--gib", nargs="+", type=float, default=[1.0, 4.0], help="of a prompt's pages, on all ranks")
+    parser.add_argument("--latents", action="store_true", help="DeepSeek V3's in the place of keys and values by heads")
     parser.add_argument("--slot-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--output", metavar="FILE", help="has the same behind what it had")

@@ -12,6 +12,6 @@ if [ ! -d "$HOME/site/vllm" ]; then
   for each in alone prefill decode; do cp -a "$HOME/vc-p" "$HOME/vllm-caches/$each"; done
   for each in "$PACK"/caches-*.tar.xz; do [ ! -e "$each" ] || tar -xJf "$each" -C "$HOME"; done # that ranks.sh has left
 fi
-export PYTHONPATH=$PYTHONPATH:$HOME/site VLLM_PYTHON=$(command -v "$PYTHON") VLLM_CACHES=$HOME/vllm-caches
+export PYTHONPATH=$PYTHONPATH:$HOME/site VLLM_PYTHON=$(command -v "$PYTHON") VLLM_CACHES=${VLLM_CACHES:-$HOME/vllm-caches}
 export VLLM_MODEL=${VLLM_MODEL:-$HOME/m8} VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0
 export VLLM_NIXL_SIDE_CHANNEL_PORT=5600 VLLM_WORKER_MULTIPROC_METHOD=fork UCX_TLS=${UCX_TLS:-cuda_copy,cuda_ipc,sm,self,tcp}

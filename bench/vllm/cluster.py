@@ -1,10 +1,9 @@
 """Real vLLM processes on this machine: one alone, a pair with vLLM's own NixlConnector, or a pair joined by kvferry
 (two daemons and the front end). Used by the scripts beside it.
 
-VLLM_PYTHON   the interpreter that has vLLM          VLLM_MODEL  a model's folder
-VLLM_DECODE_PYTHON  decode's, where it has another vLLM
+VLLM_PYTHON   the interpreter that has vLLM (VLLM_DECODE_PYTHON: decode's)        VLLM_MODEL  a model's folder
 VLLM_DEVICES  cuda:0, or cuda:0,cuda:1: as rank_devices.py shares them out to ranks; without it vLLM for CPUs
-VLLM_FLAGS    more of the servers' arguments; those of the scripts (float32, eager) come before them
+VLLM_PROGRAM  one of programs/ in the place of vLLM's API server     VLLM_FLAGS  more arguments, behind the scripts' own
 VLLM_CACHES   a folder in which each server has its compile caches, by its name
 VLLM_TIE      another token than the reference's is allowed where its two best logits are nearer (1e-3; bfloat16: 1e-2)
 """
@@ -50,6 +49,9 @@ STOP_SECONDS = 60.0
 BLOCK = 32
 CACHES = os.environ.get("VLLM_CACHES", "")
 DEVICES = [name for name in os.environ.get("VLLM_DEVICES", "").split(",") if name]
+PROGRAMS = Path(__file__).parent / "programs"
+_SCRIPT = os.environ.get("VLLM_PROGRAM")
+PROGRAM = (str(PROGRAMS / _SCRIPT),) if _SCRIPT else ("-m", "vllm.entrypoints.openai.api_server")
 SIDE_PORT = 5600  # of NIXL's handshakes
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
@@ -76,7 +78,7 @@ class Spec:
     prefill_blocks: int = 0
     decode_bytes: int = 0  # the same on GPUs in bytes, of all ranks; 0: what GPU_SHARE leaves
     prefill_bytes: int = 0
-    program: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+    program: tuple[str, ...] = PROGRAM
     flags: tuple[str, ...] = SMALL  # of each engine
     decode_flags: tuple[str, ...] = ()  # beside them
     prefill_flags: tuple[str, ...] = ()
@@ -172,8 +174,7 @@ class Cluster:
             }
             side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": f"127.0.0.{place}", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
             self._vllm(name, self._with_others(name, transfer), side)
-        for engine in self.engines.values():
-            self._wait(engine)
+        self._wait_for_all()
 
     def start_nixl_front(self) -> None:
         port = free_port()
@@ -184,27 +185,28 @@ class Cluster:
 
     def kvferry(self) -> None:
         self.start_daemons()
-        module, _, class_name = self.spec.connector_class.partition(":")
         here = [str(ROOT / "bench" / "vllm"), *filter(None, [os.environ.get("PYTHONPATH")])]
         for name in (*self.prefills, *self.decodes):
-            transfer: dict[str, object] = {
-                "kv_connector": class_name,
-                "kv_connector_module_path": module,
-                "kv_role": "kv_consumer" if role_of(name) == "decode" else "kv_producer",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
-                    "page_size": self.spec.page_size,
-                    "pool": self.spec.pool,
-                    **self.spec.extra,
-                    **self.spec.extra_of.get(name, {}),
-                },
-            }
-            transfer = self._with_others(name, transfer)
-            self._vllm(name, transfer, {"PYTHONPATH": os.pathsep.join(here)})
-        for engine in self.engines.values():
-            self._wait(engine)
+            self._vllm(name, self._with_others(name, self.transfer_of(name)), {"PYTHONPATH": os.pathsep.join(here)})
+        self._wait_for_all()
         self.start_front()
+
+    def transfer_of(self, name: str) -> dict[str, object]:
+        """The `kv_transfer_config` of an engine of the pair."""
+        module, class_name = self.spec.connector_class.split(":")
+        return {
+            "kv_connector": class_name,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_consumer" if role_of(name) == "decode" else "kv_producer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "socket": self.socket_of(name if self.spec.dp == 1 else f"{name}-{{dp_rank}}"),
+                "page_size": self.spec.page_size,
+                "pool": self.spec.pool,
+                **self.spec.extra,
+                **self.spec.extra_of.get(name, {}),
+            },
+        }
 
     def _with_others(self, name: str, transfer: dict[str, object]) -> dict[str, object]:
         """The connector, behind those that the specification has beside it."""
@@ -345,14 +347,9 @@ class Cluster:
         log = self.folder / f"{name}-{port}.log"
         with log.open("ab") as output:
             popen = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **settings},
-                cwd=self.folder,
-                start_new_session=True,
-            )
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=self.folder,
+                env={**os.environ, **settings}, start_new_session=True,
+            )  # fmt: skip
         again = partial(self._spawn, name, port, words, settings)
         engine = self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", popen, log, again)
         return engine
@@ -369,6 +366,10 @@ class Cluster:
         max(ranks, key=lambda child: child.cmdline()[0]).kill()
         engine.popen.wait(STOP_SECONDS)
         self._wait(engine.again())
+
+    def _wait_for_all(self) -> None:
+        for engine in self.engines.values():
+            self._wait(engine)
 
     def _wait(self, engine: Engine) -> Engine:
         deadline = time.monotonic() + START_SECONDS

@@ -26,7 +26,7 @@ from pathlib import Path
 import httpx
 from chaos import LEAVE_SECONDS, Faults, Run, leaks, restart_loop
 from chat import CHAT, MODEL_NAME, TIE, events, new_client, user_text
-from cluster import DEVICES, ROOT, SCHEDULER, Cluster, Log, Spec
+from cluster import DEVICES, PROGRAMS, SCHEDULER, Cluster, Log, Spec
 
 MANY = 4  # requests at a time
 
@@ -218,7 +218,7 @@ def main() -> int:
     log = Log(Path(args.output) if args.output else None)
     spec = Spec(decode_flags=SCHEDULER, pool=args.pool, first_token=args.first_token, extra={"deadline_seconds": 240.0})
     if not DEVICES:
-        spec = replace(spec, program=(str(ROOT / "bench" / "vllm" / "v2_on_cpu.py"),))
+        spec = replace(spec, program=(str(PROGRAMS / "v2_on_cpu.py"),))
     with Cluster(spec) as one, Cluster(spec) as cluster:
         alone = one.alone().url
         log.add(f"vLLM {httpx.get(alone + '/version', trust_env=False).json()['version']}, pool {args.pool}")

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from chat import Load, Reply, Token, compared, run_chats, texts
 from cluster import Cluster, Spec, machine, ranks_of
 
+from kvferry.transfer.protocol.slots import HEADER_BYTES
+
 
 class Reference(NamedTuple):
     """What one vLLM answers, and what when it is asked the same again, its prompts in its cache: how they differ is the
@@ -104,7 +106,8 @@ def main() -> int:
             drafted = accepted(cluster, "decode")
         prompt = sum(reply.prompt_tokens for replies in got for reply in replies)
         pages = [each.transfers.delta_pages for each in stats]
-        token_bytes = sum(each.transfers.wire_bytes for each in stats) / max(1, sum(pages)) / args.page_size
+        sent = sum(each.transfers.wire_bytes - HEADER_BYTES * each.transfers.parts for each in stats)
+        token_bytes = sent / max(1, sum(pages)) / args.page_size
         received = f"received {'+'.join(map(str, pages))} pages, {token_bytes:,.0f} bytes a token"
         lines.append(
             f"{case} decode cache ({blocks or 'all'} blocks): {comparison}; prompts {prompt} tokens, the engine had "

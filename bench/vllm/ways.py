@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
-from cluster import SMALL, Cluster, Log, Spec
+from cluster import PROGRAMS, SMALL, Cluster, Log, Spec
 from demo import held
 
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
 DEADLINE_SECONDS = 60.0
 UP_SECONDS = 60.0
 UNCACHED = (*SMALL, "--no-enable-prefix-caching")  # else the engine itself has what the other connector could load
-SERVE = (str(Path(__file__).with_name("serve.py")), "serve")  # the module has one API server, whatever it is told
+SERVE = (str(PROGRAMS / "serve.py"), "serve")  # the module has one API server, whatever it is told
 CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens", "256")  # whose ends find no room
 SHORT = Load(conversations=3, turns=2, user_words=60, max_tokens=16)
 BACK = Load(conversations=3, turns=3, user_words=160, max_tokens=24)

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.client.rank_pools import Bytes, RankPools
 from kvferry.client.requests import RequestName
-from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
+from kvferry.transfer.geometry.kv_geometry import CacheShape, KVGeometry, Layout, StorageOrder
 from kvferry.workers.models.interface import Prompt
 from kvferry.workers.page_sums import FileRecord, PageSums
 from kvferry.workers.record import Recorded, read_record
@@ -67,8 +67,32 @@ def test_both_sides_write_the_same_sums_down(rows: Bytes, tmp_path: Path) -> Non
     assert second == Recorded(name, 4, list(range(10)), [7, 8], [], 1, first.sums[1:])
 
 
+def test_each_cache_of_a_page_counts() -> None:
+    """Also where ranks each have all of it: latents with an indexer's keys beside them."""
+    further = (CacheShape(3, 1, 8, "uint8", 1),)
+    geometry = KVGeometry(2, 1, 12, "float32", PAGE, Layout.PAGE_NHD, tensors=1, further=further)
+    content = np.random.default_rng(3).integers(0, 256, geometry.page_bytes, dtype=np.uint8)
+
+    def sum_of(row: Bytes, ranks: int = 1) -> int:
+        memories = [np.zeros(geometry.page_bytes, dtype=np.uint8) for _ in range(ranks)]
+        made = RankPools(geometry, StorageOrder.PAGE_MAJOR, 1, memories)
+        made.store(0, row)
+        (found,) = PageSums(made).of([0], PAGE, 0)
+        return found
+
+    whole = sum_of(content)
+    assert sum_of(content, 2) == whole
+    for byte in range(0, geometry.page_bytes, 5):
+        changed = content.copy()
+        changed[byte] ^= 1
+        assert sum_of(changed) != whole, byte
+
+
 def test_heads_of_no_whole_words_are_refused(tmp_path: Path) -> None:
     geometry = KVGeometry(1, 1, 2, "bfloat16", PAGE, Layout.PAGE_NHD)
     odd = RankPools.single(np.zeros((1, geometry.page_bytes), dtype=np.uint8), geometry)
     with pytest.raises(ValueError, match="a head has 4 bytes"):
         FileRecord(tmp_path / "p", odd)
+    beside = KVGeometry(1, 1, 8, "bfloat16", PAGE, Layout.PAGE_NHD, further=(CacheShape(1, 1, 4, "uint8", 1),))
+    with pytest.raises(ValueError, match=r"geometry\.further\[0\]: a head has 4 bytes"):
+        PageSums(RankPools.single(np.zeros((1, beside.page_bytes), dtype=np.uint8), beside))

@@ -20,7 +20,7 @@ _REMEDIES = {
     "root_digest": "give the digest chains of both engines the same root",
     "tenant_salt_digest": "give both workers the same --tenant-salt",
     "geometry.page_size": "start both daemons with the same --page-size",
-    "geometry.dtype": "start both workers with the same --dtype",
+    "geometry.dtype": "start both workers with the same --dtype, both engines with the same --kv-cache-dtype",
     "geometry.layout": "configure the same page layout on both sides",
     "geometry.head_runs": "install the same connector on both sides",
     "geometry.further": "serve the same model on both sides, with the same kvferry: an older one knows one cache alone",
@@ -31,6 +31,7 @@ _REMEDIES = {
 }
 _LATER = ("geometry.further", "engine_layout", "digest_tokens", "kv_scales", "speculative")
 _UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing
+_EXPLAINS = ("model", "revision", "kv_scales", "speculative")  # a draft model has layers, and the geometry counts them
 _SAME_MODEL = "serve the same model with the same parallelism on both sides"
 
 
@@ -131,13 +132,14 @@ class Difference:
 
 
 def differences(ours: NamespaceFacts, theirs: NamespaceFacts) -> list[Difference]:
-    """All fields in which the two differ, in the order of the declaration."""
+    """All fields in which the two differ, in the order of the declaration: those first that explain others."""
     pairs = zip(_flat(ours), _flat(theirs), strict=True)
-    return [
+    found = [
         Difference(name, _shown(own), _shown(other), _REMEDIES.get(name, _SAME_MODEL))
         for (name, own), (_, other) in pairs
         if own != other and (name != _UNSAID or (own and other))
     ]
+    return sorted(found, key=lambda difference: difference.field not in _EXPLAINS)
 
 
 def _flat(facts: NamespaceFacts) -> list[tuple[str, object]]:

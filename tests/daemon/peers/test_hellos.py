@@ -24,6 +24,7 @@ from tests.simulation.faults import Faults
 
 FACTS, OTHER_TENANT = TENANTS
 INDEXED = replace(FACTS, geometry=replace(FACTS.geometry, further=(CacheShape(2, 1, 132, "uint8", 1),)))
+DRAFTS = replace(FACTS, speculative="eagle h1", geometry=replace(FACTS.geometry, layers=FACTS.geometry.layers + 1))
 WITHOUT_LANES = [capability for capability in CAPABILITIES if capability != LANES]
 
 
@@ -56,6 +57,14 @@ def test_what_goes_together_is_taken() -> None:
         (
             {"facts": INDEXED.to_proto()},
             "geometry.further: prefill daemon 'p' has none, 'd' at there has 2 layers of 1 x",
+        ),
+        (
+            {"facts": replace(FACTS, kv_scales="5c1e").to_proto()},
+            "kv_scales: prefill daemon 'p' has none, 'd' at there has 5c1e; serve a checkpoint with the same scales",
+        ),
+        (
+            {"facts": DRAFTS.to_proto()},
+            "speculative: prefill daemon 'p' has none, 'd' at there has eagle h1; .* the same --speculative-config",
         ),
         ({"page_bytes": FACTS.geometry.page_bytes + 1}, "page_bytes: "),
         ({"ranks": 1 << 20}, "ranks: prefill daemon 'p' has 1, 'd' at there 1048576, by which: "),

@@ -225,6 +225,14 @@ GUARDS: tuple[Guard, ...] = (
         NAMESPACE,
     ),
     Guard(
+        "unlike draft models are told as layers too many",
+        GEOMETRY + "namespace.py",
+        "differences",
+        "return sorted(found, key=lambda difference: difference.field not in _EXPLAINS)",
+        "return found",
+        NAMESPACE,
+    ),
+    Guard(
         "a tenant's salt of any length",
         GEOMETRY + "namespace.py",
         "NamespaceFacts.__post_init__",

@@ -242,6 +242,16 @@ def test_a_difference_names_field_both_values_and_remedy(field: str, theirs: Nam
         assert said in str(difference)
 
 
+def test_what_explains_other_differences_is_told_first() -> None:
+    """A draft model's layers are among the geometry's, and quantized elements have a type of their own."""
+    more = dataclasses.replace(GEOMETRY, layers=GEOMETRY.layers + 1, dtype="uint8")
+    drafts = dataclasses.replace(FACTS, geometry=more, kv_scales="5c1e", speculative="eagle3 head")
+    told = [difference.field for difference in differences(FACTS, drafts)]
+    assert told == ["kv_scales", "speculative", "geometry.layers", "geometry.dtype"]
+    other = dataclasses.replace(drafts, model="qwen")
+    assert differences(FACTS, other)[0].field == "model"
+
+
 def test_equal_facts_have_no_difference_and_one_id() -> None:
     again = NamespaceFacts.from_proto(common.NamespaceFacts.FromString(FACTS.to_proto().SerializeToString()))
     assert again == FACTS

@@ -1,7 +1,7 @@
 """vLLM's server with Model Runner V2 on CPUs: its Triton kernels are interpreted, which is slow and right. For tests of
 what only that runner does, but for grammars and top-p, whose kernels cannot be interpreted.
 
-python bench/vllm/v2_on_cpu.py --model ...
+python bench/vllm/programs/v2_on_cpu.py --model ...
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from serve import name_as_vllm
+from serve import name_as_vllm, run_api_server
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -38,18 +38,4 @@ np.nanargmax = _best_or_first
 libdevice.log1p = lambda value: tl.log(value + 1.0)  # CUDA's own is not there; the same noise for all is enough
 
 if __name__ == "__main__":
-    try:
-        from vllm.entrypoints.launchers.api_server.entry import main
-
-        main()
-    except ModuleNotFoundError:  # vLLM 0.26
-        import uvloop
-        from vllm.entrypoints.openai.api_server import run_server
-        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        cli_env_setup()
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args()
-        validate_parsed_serve_args(args)
-        uvloop.run(run_server(args))
+    run_api_server()
