@@ -48,8 +48,22 @@ class Turns:
         self.running: list[Exchange] = []
         self.aborted = self.arrived = self.moved = 0
         self.marked: dict[int, bytes] = {}  # decode's free pages, overwritten
+        self.freed = 0  # of those, which a request had for less than a turn
+        self._watch(pair.decode.allocator)
         self.prompts: list[list[int]] = []
         self.takes = 0.3  # seconds of an exchange, as far as is known
+
+    def _watch(self, allocator: Any) -> None:
+        """A prompt may come and go between two looks: its pages were somebody's since they were overwritten."""
+        free = allocator.free
+
+        def watched(slots: Any) -> None:
+            pages = set((slots // PAGE).tolist())
+            self.freed += len(self.marked.keys() & pages)
+            self.marked = {page: was for page, was in self.marked.items() if page not in pages}
+            free(slots)
+
+        allocator.free = watched
 
     def add(self) -> None:
         chance = self.chance
@@ -222,5 +236,6 @@ def test_late_parts_and_aborts(one_rank: None) -> None:
                 assert engine.row_numbers.available_size() == 8, role
                 assert engine.req_pool.available_size() == places[role], role
             print(f"{turns.aborted} aborts, {turns.arrived} arrived, {turns.moved} by the host tier")
+            print(f"{turns.freed} pages had and given back within a turn")
         finally:
             pair.close()
