@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib import import_module
 
 from tests.connectors.sglang import sglang_on_cpu
 
-if "sglang" not in __import__("sys").modules:
+if "sglang" not in sys.modules:
     sglang_on_cpu.load(os.environ["SGLANG_VERSION"])
-
-from sglang.srt.disaggregation import decode, prefill  # noqa: E402, F401
-
-from tests.connectors.sglang import rank_process  # noqa: E402, F401
-from tests.connectors.sglang.rig import hooked  # noqa: E402
-
-hooked()
+for name in ("sglang.srt.disaggregation.decode", "sglang.srt.disaggregation.prefill"):
+    import_module(name)
+import_module("tests.connectors.sglang.rank_process")
+import_module("tests.connectors.sglang.rig").hooked()

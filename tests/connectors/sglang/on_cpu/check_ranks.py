@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.connectors.sglang.rank_process import RankPair
-from tests.connectors.sglang.rig import PAGE, new_prompt, stats_of, until
+from tests.connectors.sglang.rig import PAGE, new_prompt
 from tests.support.devices import DeviceStack
 
 RANKS = {"prefill": 2, "decode": 2}
