@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.connectors.sglang.engine_on_cpu import HEADS, SECONDS, Engine, new_request, until
 from tests.connectors.sglang.rig import Pair, prepared
@@ -107,6 +108,19 @@ class RankEngine(Engine):
             for request in self.inflight()
         ]
 
+    def refused(self) -> list[int]:
+        """The rooms that SGLang has answered otherwise since the last time."""
+        rooms = [self.rooms[request.rid] for request in self.sent]
+        self.sent.clear()
+        return rooms
+
+    def make_room(self, tokens: int) -> None:
+        """As SGLang does before it allocates."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        if (lacks := tokens - self.allocator.available_size()) > 0:
+            self.tree.evict(EvictParams(num_tokens=lacks))
+
     def sent_room(self, room: int) -> bool:
         return self.is_sent(self.requests[room])
 
@@ -160,8 +174,10 @@ class RankEngine(Engine):
         return bool(found)
 
 
-def serve(setting: RankSetting, told: Connection) -> None:
-    """The process of one rank: (method, arguments) -> (whether it went well, answer)."""
+def serve(told: Connection) -> None:
+    """The process of one rank: a RankSetting, then (method, arguments) -> (whether it went well, answer)."""
+    torch.set_num_threads(1)  # those of the process that it was forked from are not here
+    setting: RankSetting = told.recv()
     os.environ.update(SGLANG_KVFERRY=setting.environment, GLOO_SOCKET_IFNAME="lo")
     with ExitStack() as patches:
         prepared(patches, setting.rank, setting.group)
@@ -177,22 +193,42 @@ def serve(setting: RankSetting, told: Connection) -> None:
     told.send((True, None))
 
 
-class Ranks:
-    """All ranks of one engine, as a test sees them: `ranks.came(room)` has each do it, and is what all of them say."""
+class RankProcesses:
+    """Processes that are forked from one that has imported SGLang and has no threads yet, and wait for what they are to
+    be. A context."""
 
-    def __init__(self, settings: list[RankSetting]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.connectors.sglang.zygote"])
+    def __init__(self, most: int) -> None:
+        context = multiprocessing.get_context("fork")
         self._processes = []
-        self._told: list[Connection] = []
-        for setting in settings:
+        self._idle: list[Connection] = []
+        for _ in range(most):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(setting, theirs), daemon=True)
+            process = context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._told.append(ours)
-        self._answers(6 * SECONDS)  # the first imports SGLang
+            self._idle.append(ours)
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(SLACK_SECONDS)
+
+    def take(self, setting: RankSetting) -> Connection:
+        told = self._idle.pop()
+        told.send(setting)
+        return told
+
+
+class Ranks:
+    """All ranks of one engine, as a test sees them: `ranks.came(room)` has each do it, and is what all of them say."""
+
+    def __init__(self, told: list[Connection]) -> None:
+        self._told = told
+        self._answers(3 * SECONDS)
 
     def _answers(self, seconds: float) -> Any:
         answers = []
@@ -215,21 +251,16 @@ class Ranks:
     def close(self) -> None:
         for told in self._told:
             told.send(None)
-        for process, told in zip(self._processes, self._told, strict=True):
-            if told.poll(SLACK_SECONDS):
-                told.recv()
-            process.join(SLACK_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join(SLACK_SECONDS)
-            told.close()
+        self._answers(SLACK_SECONDS)
 
 
 class RankPair(Pair):
     """A prefill and a decode engine of several ranks each."""
 
-    def __init__(self, *args: Any, ranks: dict[str, int], latent: bool = False, **kwargs: Any) -> None:
-        self._ranks, self._latent = ranks, latent
+    def __init__(
+        self, processes: RankProcesses, *args: Any, ranks: dict[str, int], latent: bool = False, **kwargs: Any
+    ) -> None:
+        self._processes, self._ranks, self._latent = processes, ranks, latent
         self.folder = tempfile.TemporaryDirectory(prefix="kvferry-ranks-")
         super().__init__(*args, **kwargs)
 
@@ -240,7 +271,8 @@ class RankPair(Pair):
         count, group = self._ranks[role], f"{self.folder.name}/{role}"
         told = os.environ["SGLANG_KVFERRY"]
         every = (Rank(rank, count) for rank in range(count))
-        return Ranks([RankSetting(role, rank, self._latent, self.port, tokens, told, group) for rank in every])
+        settings = [RankSetting(role, rank, self._latent, self.port, tokens, told, group) for rank in every]
+        return Ranks([self._processes.take(setting) for setting in settings])
 
     def close(self) -> None:
         super().close()

@@ -42,8 +42,8 @@ class Pair:
         place: Place = lambda role: ((), HOST),
         **kwargs: Any,
     ) -> None:
-        """prefill_words: more of its daemon's. words: more of both daemons'. place: a command that runs a role's daemon,
-        and its host."""
+        """prefill_words: more of its daemon's. words: more of both. place: a command that runs a role's daemon, and
+        its host."""
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
         self.stack = stack

@@ -104,7 +104,6 @@ def kv_of(tokens: Any, start: int, end: int) -> np.ndarray[Any, Any]:
     made = np.empty((2 * LAYERS, end - start, TOKEN_BYTES), np.uint8)
     for index in range(start, end):
         seed = hashlib.sha256(array("q", tokens[: index + 1]).tobytes()).digest()
-        made[:, index - start] = np.frombuffer(
-            hashlib.shake_128(seed).digest(2 * LAYERS * TOKEN_BYTES), np.uint8
-        ).reshape(2 * LAYERS, TOKEN_BYTES)
+        content = hashlib.shake_128(seed).digest(2 * LAYERS * TOKEN_BYTES)
+        made[:, index - start] = np.frombuffer(content, np.uint8).reshape(2 * LAYERS, TOKEN_BYTES)
     return made
