@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 SHIFT = 5000
@@ -24,8 +25,10 @@ START_SECONDS = 20.0
 class LateParts:
     """The relay's process, and what others need to go by it. A context."""
 
-    def __init__(self, first: int, last: int, folder: Path) -> None:
+    def __init__(self, first: int, last: int, folder: Path, delays: Sequence[float] = DELAYS) -> None:
+        """`folder`: for its library. `delays`: seconds; each holds for a while, then another."""
         self._ports = (first, last)
+        self._delays = delays
         self._library = folder / "shift_ports.so"
         self._relay: subprocess.Popen[str] | None = None
 
@@ -44,7 +47,7 @@ class LateParts:
         source = Path(__file__).with_name("shift_ports.c")
         words = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(self._library), str(source), "-ldl"]
         subprocess.run(words, check=True, timeout=60)
-        words = [sys.executable, str(Path(__file__)), *map(str, self._ports)]
+        words = [sys.executable, str(Path(__file__)), *map(str, (*self._ports, *self._delays))]
         self._relay = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._relay.stdout is not None
         if not self._relay.stdout.readline():
@@ -63,7 +66,8 @@ class LateParts:
 
 
 class Relay:
-    def __init__(self) -> None:
+    def __init__(self, delays: Sequence[float]) -> None:
+        self._delays = delays
         self.connections = self.bytes = 0
         self.late = 0.0  # the longest that something was held back
         self._delay, self._until = 0.0, 0.0
@@ -72,7 +76,7 @@ class Relay:
         """When what comes now may go on."""
         now = time.monotonic()
         if now >= self._until:
-            self._delay, self._until = random.choice(DELAYS), now + SAME_SECONDS
+            self._delay, self._until = random.choice(self._delays), now + SAME_SECONDS
         self.late = max(self.late, self._delay)
         return now + self._delay
 
@@ -82,6 +86,8 @@ class Relay:
         with contextlib.suppress(OSError):
             there = await asyncio.open_connection(host, port - SHIFT)
             await asyncio.gather(self._carry(reader, there[1]), self._carry(there[0], writer))
+            there[1].close()
+        writer.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_WAITING)
@@ -104,11 +110,11 @@ class Relay:
             except OSError:
                 broken = True  # the rest is taken in, and goes nowhere
         with contextlib.suppress(OSError):
-            writer.close()
+            writer.write_eof()
 
 
-async def relay(first: int, last: int) -> None:
-    carries = Relay()
+async def relay(first: int, last: int, delays: Sequence[float]) -> None:
+    carries = Relay(delays)
     ports = range(first + SHIFT, last + SHIFT + 1)
     servers = [await asyncio.start_server(carries.serve, "127.0.0.1", port, limit=CHUNK) for port in ports]
     print("ready", flush=True)
@@ -119,4 +125,4 @@ async def relay(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(relay(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(relay(int(sys.argv[1]), int(sys.argv[2]), [float(each) for each in sys.argv[3:]]))

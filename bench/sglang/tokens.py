@@ -1,7 +1,7 @@
 """Greedy tokens of SGLang's pairs against those of one SGLang alone, asked twice: chats of several turns, large and
 small pools of decode, and requests that are aborted at random times beside them. All servers start at once, with
-SGLang's kernels that say the same at any batch size. A reply that differs is a wrong one, unless the first other token was at a
-tie: SGLang alone found two as good, as far as bfloat16 goes.
+SGLang's kernels that say the same at any batch size. A reply that differs is a wrong one, unless the first other token
+was at a tie: SGLang alone found two as good, as far as bfloat16 goes.
 
 bash bench/gpu/sglang.sh OUT tokens [--systems kvferry nixl] [--pools large small] [--chats 24] [--aborts 200] [--late]
                                     [--model FOLDER]

@@ -61,7 +61,7 @@ class RankEngine(Engine):
     def stows(self) -> bool:
         return bool(self.manager.carrier.stows)
 
-    def held(self) -> tuple[int, int, int]:
+    def holds(self) -> tuple[int, int, int]:
         """Tokens of locked and of free pages, and free metadata rows."""
         free = self.allocator.available_size() + self.tree.evictable_size()
         return int(self.tree.protected_size()), int(free), self.row_numbers.available_size()

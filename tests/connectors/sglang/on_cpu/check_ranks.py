@@ -58,7 +58,7 @@ def pair_of(
 def nothing_is_held(pair: RankPair) -> bool:
     pair.decode.look()
     for role, engine in pair.engines.items():
-        side, (locked, free, rows) = stats_of(pair, role), engine.held()
+        side, (locked, free, rows) = stats_of(pair, role), engine.holds()
         if side.requests.running or side.transfers.active or locked or free != PAGES * PAGE or rows != 8:
             return False
         if role == "prefill" and side.host.leased:
