@@ -46,6 +46,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         facts.check_engine(queue, args)
         self.settings = BackendSettings.of(os.environ)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.enable_deferred_decode_kv_release = False  # what has failed touches no page
         self.rows = MetadataRows(args)
         self._scheduler = queue.scheduler
         self._ranks = queue.gloo_group

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from inspect import signature, unwrap
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -93,9 +94,10 @@ class WaitingPrompts:
         from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
         from sglang.srt.mem_cache.common import release_kv_cache
 
+        kept = {"checkpoint": True} if "checkpoint" in signature(unwrap(release_kv_cache)).parameters else {}
         requests = {_order_of(request): request for request in scheduler.disagg_prefill_inflight_queue}
         for order in self.stored(requests.keys()):
-            release_kv_cache(requests[order], scheduler.tree_cache)
+            release_kv_cache(requests[order], scheduler.tree_cache, **kept)  # of later versions; before, it was so
             maybe_release_metadata_buffer(requests[order], scheduler.req_to_metadata_buffer_idx_allocator)
             order.gave_back = True
 

@@ -19,7 +19,7 @@ from tests.support.devices import DeviceStack
 PAGE_BYTES = 2048
 PAGES, SHARE = 64, 16  # of prefill's pool, and of it what may wait for decode there
 TOKENS = 7 * PAGE + 5  # of a prompt of 8 pages
-ABORTS, AT_ONCE, DEADLINE_SECONDS = 30, 4, 5.0
+ABORTS, AT_ONCE, DEADLINE_SECONDS = 30, 6, 5.0
 SECONDS = 150.0
 
 
