@@ -29,24 +29,26 @@ class LateParts:
         """`folder`: for its library. `delays`: seconds; each holds for a while, then another."""
         self._ports = (first, last)
         self._delays = delays
-        self._library = folder / "shift_ports.so"
+        self._library = folder / f"shift_{first}_{last}.so"
         self._relay: subprocess.Popen[str] | None = None
 
     @property
+    def preload(self) -> dict[str, str]:
+        """What has a process's connections to these ports go by the relay."""
+        return {"LD_PRELOAD": str(self._library)}
+
+    @property
     def environment(self) -> dict[str, str]:
+        """The same, and what has UCX use these ports for all that it writes on GPUs."""
         first, last = self._ports
-        return {
-            "LD_PRELOAD": str(self._library),
-            "LATE_PORTS": f"{first},{last},{SHIFT}",
-            "UCX_TCP_PORT_RANGE": f"{first}-{last}",
-            "UCX_TLS": "cuda_copy,tcp,self",
-            "UCX_NET_DEVICES": "lo",
-        }
+        ucx = {"UCX_TLS": "cuda_copy,tcp,self", "UCX_NET_DEVICES": "lo", "UCX_TCP_PORT_RANGE": f"{first}-{last}"}
+        return {**self.preload, **ucx}
 
     def __enter__(self) -> LateParts:
         source = Path(__file__).with_name("shift_ports.c")
-        words = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(self._library), str(source), "-ldl"]
-        subprocess.run(words, check=True, timeout=60)
+        given = zip(("FIRST", "LAST", "SHIFT"), (*self._ports, SHIFT), strict=True)
+        words = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", *(f"-D{name}={value}" for name, value in given)]
+        subprocess.run([*words, "-o", str(self._library), str(source), "-ldl"], check=True, timeout=60)
         words = [sys.executable, str(Path(__file__)), *map(str, (*self._ports, *self._delays))]
         self._relay = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._relay.stdout is not None

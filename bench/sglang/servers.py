@@ -131,10 +131,10 @@ class Machine:
             gpus = gpus_of("d" if role == "decode" else "p", self.system.ranks)
             words += ["--device", ",".join(f"cuda:{gpu}" for gpu in gpus), *common]
             words += ["--ucx-ports", f"{first + 64 * number}-{first + 64 * number + 63}"]
-            environment = {}
+            environment: dict[str, str] = {}
             if self.late is not None:
-                words += ["--ucx-tls", self.late.environment["UCX_TLS"].replace("self,", "")]
-                environment = dict(self.late.environment)
+                words += ["--ucx-tls", "cuda_copy,tcp"]
+                environment = self.late.preload
             if role == "decode":
                 words += ["--peer", f"prefill={listen['prefill']}", "--host-bytes", self.system.host_bytes]
             else:
