@@ -75,7 +75,7 @@ class WaitingPrompts:
                 self._stow(order)
 
     def _to_go(self, orders: Sequence[SentPrompt]) -> list[bool]:
-        """Of each whether this rank would have it go."""
+        """Whether this rank would have each go."""
         now, over = time.monotonic(), self._over
         going = sum(order.transfer.pages for order in self._moving)
         chosen: set[SentPrompt] = set()

@@ -3,13 +3,15 @@ SGLang's schedulers do, that are told the same requests in the same order."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import select
+import socket
 import tempfile
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -174,10 +176,30 @@ class RankEngine(Engine):
         return bool(found)
 
 
-def serve(told: Connection) -> None:
-    """The process of one rank: a RankSetting, then (method, arguments) -> (whether it went well, answer)."""
+class Line:
+    """One end of a way between two processes, for JSON."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._file = end.makefile("rw", encoding="utf-8")
+
+    def send(self, message: Any) -> None:
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def recv(self, seconds: float | None = None) -> Any:
+        """Waits at most so long. One message is on its way at a time: none is in the buffer."""
+        ready, _, _ = select.select([self._end], [], [], seconds)
+        assert ready, f"no answer within {seconds} s"
+        return json.loads(self._file.readline())
+
+
+def serve(end: socket.socket) -> None:
+    """The process of one rank: a RankSetting, then [method, arguments] -> [whether it went well, answer]."""
     torch.set_num_threads(1)  # those of the process that it was forked from are not here
-    setting: RankSetting = told.recv()
+    told = Line(end)
+    given = told.recv()
+    setting = RankSetting(**{**given, "rank": Rank(**given["rank"])})
     os.environ.update(SGLANG_KVFERRY=setting.environment, GLOO_SOCKET_IFNAME="lo")
     with ExitStack() as patches:
         prepared(patches, setting.rank, setting.group)
@@ -200,14 +222,14 @@ class RankProcesses:
     def __init__(self, most: int) -> None:
         context = multiprocessing.get_context("fork")
         self._processes = []
-        self._idle: list[Connection] = []
+        self._idle: list[Line] = []
         for _ in range(most):
-            ours, theirs = context.Pipe()
+            ours, theirs = socket.socketpair()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._idle.append(ours)
+            self._idle.append(Line(ours))
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -217,24 +239,21 @@ class RankProcesses:
             process.kill()
             process.join(SLACK_SECONDS)
 
-    def take(self, setting: RankSetting) -> Connection:
+    def take(self, setting: RankSetting) -> Line:
         told = self._idle.pop()
-        told.send(setting)
+        told.send(asdict(setting))
         return told
 
 
 class Ranks:
     """All ranks of one engine, as a test sees them: `ranks.came(room)` has each do it, and is what all of them say."""
 
-    def __init__(self, told: list[Connection]) -> None:
+    def __init__(self, told: list[Line]) -> None:
         self._told = told
         self._answers(3 * SECONDS)
 
     def _answers(self, seconds: float) -> Any:
-        answers = []
-        for number, told in enumerate(self._told):
-            assert told.poll(seconds), f"rank {number} does not answer"
-            answers.append(told.recv())
+        answers = [told.recv(seconds) for told in self._told]
         failed = [answer for well, answer in answers if not well]
         assert not failed, failed[0]
         assert all(answer == answers[0] for answer in answers), f"ranks differ: {answers}"

@@ -113,7 +113,7 @@ def test_pages_of_an_aborted_request_are_given_back_untouched(pair: RankPair) ->
     pair.prefill.bootstrapped(room)
     pair.prefill.computed_part(room, 0, 4 * PAGE)
     before = stats_of(pair, "decode").transfers.delta_pages
-    until(lambda: pair.decode.look() == ([], []) and stats_of(pair, "decode").transfers.delta_pages >= before)
+    until(lambda: pair.decode.look() == [[], []] and stats_of(pair, "decode").transfers.delta_pages >= before)
     assert pair.decode.given_up(room)
     until(lambda: pair.decode.look()[1] == [room])
     pair.decode.evict()
