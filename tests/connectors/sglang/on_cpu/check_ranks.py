@@ -19,7 +19,7 @@ from tests.support.devices import DeviceStack
 PAGE_BYTES = 2048
 PAGES, SHARE = 64, 16  # of prefill's pool, and of it what may wait for decode there
 TOKENS = 7 * PAGE + 5  # of a prompt of 8 pages
-ABORTS, AT_ONCE, DEADLINE_SECONDS = 30, 6, 5.0
+ABORTS, AT_ONCE, DEADLINE_SECONDS = 30, 6, 12.0
 SECONDS = 150.0
 
 
@@ -145,7 +145,7 @@ def test_aborts_at_random_times(pair: RankPair) -> None:
         if len(turns.running) < AT_ONCE:
             turns.add()
         turns.turn()
-    until(lambda: turns.turn() or not turns.running)
+    until(lambda: turns.turn() or not turns.running, 3 * DEADLINE_SECONDS)
     until(lambda: nothing_is_held(pair))
     print(f"{turns.aborted} aborts, {turns.arrived} arrived, {len(turns.moved)} by the host tier")
 
