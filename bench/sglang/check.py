@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 import grpc
 from compare import Rows, keep, measured, show
-from servers import ALONE, KVFERRY, NIXL, RADIX, ROOT, DidNotStart, Machine, Model, System, decode_gpu, gpu_memories
+from servers import ALONE, KVFERRY, NIXL, RADIX, ROOT, DidNotStart, Machine, Model, System, gpu_memories
 from tokens import LARGE, SYSTEMS, model_of, run_alone, run_pair
 
 from kvferry.daemon.cli.stack import StackError
@@ -113,7 +113,7 @@ def main(words: Sequence[str]) -> int:
         if "tokens" in args.steps:
             with Machine(System("alone", ALONE)) as alone, tokens_pair() as pair:
                 model = model_of(None, LARGE)
-                alone.start("a", model, gpu=decode_gpu())
+                alone.start("a", model)
                 pair.start_pair(model)
                 said("the servers of the tokens are started")
                 if "table" in args.steps and roomy:

@@ -3,7 +3,10 @@ multi-turn chats, the same client and the same flags for each. In the systems na
 the largest number of chats needs, and SGLang's own host tier is measured beside kvferry's.
 
 bash bench/gpu/sglang.sh OUT compare [--systems nixl-off nixl-on kvferry nixl-on-half nixl-host-half kvferry-half]
-                                     [--at-once 1 4 32] [--rounds 2]
+                                     [--at-once 1 4 32] [--rounds 2] [--ranks 2]
+
+What was measured before, in OUT/compare.json, is kept and stands in the table, too: systems may come one run after the
+other. --ranks: of each engine, by tensor parallelism; names of systems get them. Behind the table is what must hold.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -24,7 +28,7 @@ from servers import KVFERRY, NIXL, OUT, PACK, RADIX, DidNotStart, Machine, Model
 
 FIRST, MORE, TURNS, OUTPUT = 8192, 512, 4, 16
 PREFILL_TOKENS, ROOM, HALF = 400_000, 340_000, 157_000
-HOST = "48GiB"
+HOST, WAITING = "48GiB", "16GiB"
 HICACHE = ("--enable-hierarchical-cache", "--hicache-size", "48")
 SYSTEMS = {
     "nixl-off": (System("nixl-off", NIXL), ROOM),
@@ -33,10 +37,24 @@ SYSTEMS = {
     "kvferry-host": (System("kvferry-host", KVFERRY, RADIX, HOST), ROOM),
     "nixl-on-half": (System("nixl-on-half", NIXL, RADIX), HALF),
     "nixl-host-half": (System("nixl-host-half", NIXL, (*RADIX, *HICACHE)), HALF),
-    "kvferry-half": (System("kvferry-half", KVFERRY, RADIX, HOST), HALF),
+    "kvferry-half": (System("kvferry-half", KVFERRY, RADIX, HOST, WAITING), HALF),
 }
 CELL_SECONDS = 240.0
+KEPT = "compare.json"
+NO_WORSE = 1.05  # x of the better of SGLang's own
+HALF_MS, HALF_LATE_MS, HALF_RPS = 450.0, 650.0, 35.0
 Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A system's, with so many chats: medians of turns 2 to 4."""
+
+    ttft: float  # ms
+    late: float
+    rps: float
+    mib: float
+    itl: float
 
 
 def main(words: Sequence[str]) -> int:
@@ -44,28 +62,38 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--systems", nargs="+", default=[name for name in SYSTEMS if name != "kvferry-host"])
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 32])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     args = parser.parse_args(words)
-    rows: Rows = []
-    failed = False
+    rows, failed = kept(), False
     for name in args.systems:
         system, tokens = SYSTEMS[name]
+        if args.ranks > 1:
+            system = replace(system, name=f"{name}-{args.ranks}-ranks", ranks=args.ranks)
+        rows = [row for row in rows if row["label"] != system.name]
         began = time.monotonic()
         with Machine(system) as machine:
             try:
                 machine.start_pair(Model((), PREFILL_TOKENS, tokens))
                 machine.wait()
-                print(f"== {name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                print(f"== {system.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 rows += measured(machine, [max(args.at_once)] if tokens == HALF else args.at_once, args.rounds)
             except (DidNotStart, subprocess.SubprocessError) as error:
                 failed = True
-                print(f"== {name} failed: {error}", flush=True)
+                print(f"== {system.name} failed: {error}", flush=True)
         keep(rows)
     show(rows)
     return int(failed)
 
 
+def kept() -> Rows:
+    """What was measured before."""
+    path = OUT.parent / KEPT
+    rows: Rows = json.loads(path.read_text()) if path.exists() else []
+    return rows
+
+
 def keep(rows: Rows) -> None:
-    (OUT / "compare.json").write_text(json.dumps(rows))
+    (OUT.parent / KEPT).write_text(json.dumps(rows))
 
 
 def measured(machine: Machine, at_once: Sequence[int], rounds: int) -> Rows:
@@ -107,15 +135,54 @@ def show(rows: Rows) -> None:
     table = Table(title="turns 2 to 4: medians of the turns' own")
     for head in ("system", "chats", "TTFT p50 ms", "p90 ms", "requests/s", "MiB a request, turn 1 too", "ITL p50 ms"):
         table.add_column(head, justify="left" if head == "system" else "right")
+    cells = cells_of(rows)
+    for (name, chats), cell in cells.items():
+        numbers = f"{cell.ttft:.0f}", f"{cell.late:.0f}", f"{cell.rps:.1f}", f"{cell.mib:.0f}", f"{cell.itl:.1f}"
+        table.add_row(name, str(chats), *numbers)
+    Console(width=120).print(table)
+    for line in verdicts(cells):
+        print(line, flush=True)
+
+
+def cells_of(rows: Rows) -> dict[tuple[str, int], Cell]:
+    """By the system's name and the number of chats."""
+    cells = {}
     for name, chats in dict.fromkeys((row["label"], row["conv"]) for row in rows):
         turns = [row for row in rows if (row["label"], row["conv"]) == (name, chats)]
-        mib = mean(row["mb"] for row in turns)  # kvferry's daemon counts over all of them
         later = [row for row in turns if row["turn"] > 1]
         ttft, late, rps, itl = (median(row[key] for row in later) for key in ("ttft50", "ttft90", "rps", "itl50"))
-        table.add_row(
-            name, str(chats), f"{1e3 * ttft:.0f}", f"{1e3 * late:.0f}", f"{rps:.1f}", f"{mib:.0f}", f"{1e3 * itl:.1f}"
-        )
-    Console(width=120).print(table)
+        mib = mean(row["mb"] for row in turns)  # kvferry's daemon counts over all of them
+        cells[name, chats] = Cell(1e3 * ttft, 1e3 * late, rps, mib, 1e3 * itl)
+    return cells
+
+
+def verdicts(cells: Mapping[tuple[str, int], Cell]) -> list[str]:
+    """What must hold, of the cells that there are."""
+    lines = []
+    for (name, chats), ours in cells.items():
+        if not name.startswith("kvferry"):
+            continue
+        if "-half" in name:
+            lines.append(f"{name}, {chats} chats: {_half(ours)}")
+            continue
+        ranks = name.removeprefix("kvferry-host").removeprefix("kvferry")
+        own = [cell for other in ("nixl-off", "nixl-on") if (cell := cells.get((other + ranks, chats)))]
+        if own:
+            ttft, rps = min(cell.ttft for cell in own), max(cell.rps for cell in own)
+            well = ours.ttft <= NO_WORSE * ttft and ours.rps * NO_WORSE >= rps
+            lines.append(
+                f"{name}, {chats} chats: {'holds' if well else 'DOES NOT HOLD'}: TTFT {ours.ttft / ttft:.2f} x, "
+                f"requests/s {ours.rps / rps:.2f} x of the better of SGLang's own"
+            )
+    return lines
+
+
+def _half(ours: Cell) -> str:
+    well = ours.ttft <= HALF_MS and ours.late <= HALF_LATE_MS and ours.rps >= HALF_RPS
+    return (
+        f"{'holds' if well else 'DOES NOT HOLD'}: TTFT p50 {ours.ttft:.0f} (at most {HALF_MS:.0f}), p90 "
+        f"{ours.late:.0f} ({HALF_LATE_MS:.0f}), {ours.rps:.1f} requests/s (at least {HALF_RPS:.0f})"
+    )
 
 
 if __name__ == "__main__":

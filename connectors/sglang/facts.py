@@ -92,14 +92,11 @@ def check_engine(queue: Any, args: Any) -> None:
 
 
 def geometry_of(pool: Any, model: Any, ranks: int) -> KVGeometry:
-    """The whole model's. NotServed where ranks do not share the heads evenly."""
+    """The whole model's. NotServed where ranks do not share the heads evenly: where there are more of them, each head
+    is that of as many ranks as follow each other."""
     latent = type(pool).__name__ == "MLATokenToKVPool"
-    heads = 1
-    if not latent:
-        heads = model.get_total_num_kv_heads() if ranks > 1 else pool.head_num
-        if pool.head_num * ranks != heads:
-            raise NotServed(f"a rank has {pool.head_num} KV heads, the model {heads}, and there are {ranks} ranks")
-    return KVGeometry(
+    heads = 1 if latent else pool.head_num if ranks == 1 else model.get_total_num_kv_heads()
+    geometry = KVGeometry(
         layers=pool.layer_num,
         kv_heads=heads,
         head_dim=pool.kv_cache_dim if latent else pool.head_dim,
@@ -108,6 +105,9 @@ def geometry_of(pool: Any, model: Any, ranks: int) -> KVGeometry:
         layout=Layout.ENGINE,
         tensors=1 if latent else 2,
     )
+    if not latent and pool.head_num != own_geometry(geometry, ranks).kv_heads:
+        raise NotServed(f"a rank has {pool.head_num} KV heads, the model {heads}, and there are {ranks} ranks")
+    return geometry
 
 
 def facts_of(queue: Any, settings: BackendSettings, geometry: KVGeometry) -> NamespaceFacts:

@@ -46,6 +46,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         facts.check_engine(queue, args)
         self.settings = BackendSettings.of(os.environ)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.enable_deferred_decode_kv_release = False  # what has failed touches no page
         self.rows = MetadataRows(args)
         self._scheduler = queue.scheduler
         self._ranks = queue.gloo_group
@@ -57,7 +58,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._held: HeldPrefixes | None = None
         most = self.settings.waiting_share * int(min(args.kv_data_lens) // args.kv_item_lens[0])
         self.finished = FinishedPages(most, self._stored, lambda order: self.carrier.store(order), self._agree)
-        self.waiting = WaitingPrompts(most, lambda order: self.carrier.stow(order), lambda: self.carrier.stows)
+        self.waiting = WaitingPrompts(
+            most, lambda order: self.carrier.stow(order), lambda: self.carrier.stows, self._agree
+        )
         self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self.carrier.start()
@@ -77,7 +80,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
         async def connect(*, deadline_s: float) -> DaemonClient:
             own = register()
-            if self.is_prefill and rank is None:  # ranks would give their pages back in different steps
+            if self.is_prefill:
                 own.stows()
             return await DaemonClient.connect(
                 socket, role, told, worker, deadline_s=deadline_s, late_ms=LATE_MS, own=own, rank=rank

@@ -37,7 +37,7 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue._init_kv_manager", _with_queue, HookType.AROUND)
         HookRegistry.register(f"{decode}._create_receiver_and_enqueue", _give_receiver, HookType.AFTER)
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.create_sender", _give_sender, HookType.AFTER)
-        HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _look, HookType.BEFORE)
+        HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _take_in, HookType.AROUND)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
         inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
@@ -85,10 +85,16 @@ def _give_sender(result: Any, queue: Any, request: Any, *args: Any, **kwargs: An
         request.disagg_kv_sender.take_request(request)
 
 
-def _look(queue: Any, *args: Any, **kwargs: Any) -> None:
-    """Prompts are about to be asked whether they may be computed."""
-    if queue.transfer_backend.value == BACKEND:
-        queue.kv_manager.waiting.look()
+def _take_in(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prompts are asked whether they may be computed; where some may not yet, room is made."""
+    if queue.transfer_backend.value != BACKEND:
+        return original(queue, *args, **kwargs)
+    waiting = queue.kv_manager.waiting
+    waiting.look()
+    result = original(queue, *args, **kwargs)
+    if queue.queue:
+        waiting.make_room(queue.scheduler.disagg_prefill_inflight_queue)
+    return result
 
 
 def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:

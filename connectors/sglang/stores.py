@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connectors.sglang.digests import seed_of
+from kvferry.connectors.sglang.radix_locks import LockedPrefix, UnknownTree, locked_prefix
 from kvferry.connectors.sglang.transfers import PageTransfer, PollState, StoredPrompt
 
-TREE = "RadixCache"  # others have locks of their own kinds
 LOOK_SECONDS = 0.001
 MAX_TOLD = 20  # reasons
 
@@ -25,8 +25,7 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _Running:
     transfer: PageTransfer
-    tree: Any
-    node: Any  # locked in the tree
+    kept: LockedPrefix
 
 
 class FinishedPages:
@@ -50,23 +49,21 @@ class FinishedPages:
 
     def add(self, name: Any, request: Any, tokens: Any, tree: Any) -> None:
         """`request` has finished with these tokens, and the tree has what it keeps of them. `name`: of the store."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        if type(tree).__name__ != TREE or "device_indices" not in MatchResult._fields:
-            self._tell(f"a radix cache of the kind {type(tree).__name__} is not served in this version of SGLang")
+        room = self._most - sum(each.transfer.pages for each in self._running)
+        try:
+            kept = locked_prefix(tree, tokens, _names_beside(request), room)
+        except UnknownTree as error:
+            self._tell(f"{error} in this version of SGLang")
             return
-        found = tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, **_names_beside(request))))
-        length, page = len(found.device_indices), tree.page_size
-        if not length:
-            return
-        if length // page + sum(each.transfer.pages for each in self._running) > self._most:
+        except ValueError:
             self._tell(f"with it more than {self._most:.0f} pages would be locked by copies")
             return
-        tree.inc_lock_ref(found.last_device_node)
-        transfer = PageTransfer(name, tokens[:length], page, seed_of(request), PollState.TRANSFERRING)
-        self._running.append(_Running(transfer, tree, found.last_device_node))
-        blocks = (found.device_indices[::page] // page).tolist()
+        if kept is None:
+            return
+        page = tree.page_size
+        transfer = PageTransfer(name, tokens[: len(kept.slots)], page, seed_of(request), PollState.TRANSFERRING)
+        self._running.append(_Running(transfer, kept))
+        blocks = (kept.slots[::page] // page).tolist()
         self._hand_in(self._store(transfer, blocks))
 
     def tidy(self) -> None:
@@ -76,7 +73,7 @@ class FinishedPages:
         over = self._agree([each.transfer.over for each in self._running])
         for each, is_over in zip(self._running, over, strict=True):
             if is_over:
-                each.tree.dec_lock_ref(each.node)
+                each.kept.let_go()
                 if each.transfer.reason:
                     self._tell(each.transfer.reason)
         self._running = [each for each, is_over in zip(self._running, over, strict=True) if not is_over]

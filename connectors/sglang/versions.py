@@ -12,11 +12,11 @@ from kvferry.connectors.sglang.plugin import WEIGHT_UPDATES
 RUN = ("0.5.16",)
 READ = ("0.5.23",)  # by its interfaces alone
 _log = logging.getLogger(__name__)
-_PD = "sglang.srt.disaggregation"
+_PD, _TREES = "sglang.srt.disaggregation", "sglang.srt.mem_cache"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
-# What is hooked or implemented: arguments behind self. Several: of several versions.
-INTERFACES: dict[str, tuple[tuple[str, ...], ...]] = {
+# What is hooked or implemented: arguments behind self. Several: of several versions; None: one has it not.
+INTERFACES: dict[str, tuple[tuple[str, ...] | None, ...]] = {
     f"{_PD}.utils:get_kv_class": (("transfer_backend", "class_type"),),
     f"{_PD}.decode:DecodePreallocQueue._init_kv_manager": ((),),
     f"{_PD}.decode:DecodePreallocQueue._create_receiver_and_enqueue": (("req", "is_rebootstrap"),),
@@ -25,9 +25,13 @@ INTERFACES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("req", "tree_cache", "is_insert"),
         ("req", "tree_cache", "checkpoint"),
     ),
-    "sglang.srt.mem_cache.radix_cache:RadixCache.match_prefix": (("params",),),
-    "sglang.srt.mem_cache.radix_cache:RadixCache.inc_lock_ref": (("node",),),
-    "sglang.srt.mem_cache.radix_cache:RadixCache.dec_lock_ref": (("node", "params"),),
+    f"{_TREES}.radix_cache:RadixCache.match_prefix": (("params",),),
+    f"{_TREES}.radix_cache:RadixCache.inc_lock_ref": (("node",),),
+    f"{_TREES}.radix_cache:RadixCache.dec_lock_ref": (("node", "params"),),
+    f"{_TREES}.unified_radix_cache:UnifiedRadixCache.match_prefix": (("params",),),
+    f"{_TREES}.unified_radix_cache:UnifiedRadixCache.path_device_indices": (("node",), None),
+    f"{_TREES}.unified_radix_cache:UnifiedRadixCache.lock": (("node_id", "skip_lock_components"), None),
+    f"{_TREES}.unified_radix_cache:UnifiedRadixCache.unlock": (("lock",), None),
     "sglang.srt.managers.scheduler:Scheduler.flush_cache": (("empty_cache",),),
     f"{_PD}.prefill:PrefillBootstrapQueue._init_kv_manager": ((),),
     f"{_PD}.prefill:PrefillBootstrapQueue.create_sender": (("req", "num_kv_heads"),),
@@ -73,7 +77,7 @@ def check() -> None:
     for where, allowed in INTERFACES.items():
         found = _arguments(where)
         if found not in allowed:
-            wanted = " or ".join(f"({', '.join(arguments)})" for arguments in allowed)
+            wanted = " or ".join(f"({', '.join(arguments)})" for arguments in allowed if arguments is not None)
             shown = "is not there" if found is None else f"takes ({', '.join(found)}), not {wanted}"
             raise SGLangDiffers(
                 f"kvferry.connectors.sglang was run with SGLang {', '.join(RUN)}; in the installed {version} "

@@ -111,7 +111,7 @@ def check_alike(hellos: Sequence[wire.WorkerHello]) -> None:
     for rank, hello in enumerate(hellos[1:], 1):
         if hello.facts != first.facts:
             raise invalid(f"facts: those of rank {rank} are not those of rank 0")
-        for name in ("pages", "storage", "block_tokens"):
+        for name in ("pages", "storage", "block_tokens", "stows"):
             own, other = getattr(hello.pool, name), getattr(first.pool, name)
             if own != other:
                 raise invalid(f"pool.{name} is {own} of rank {rank}, {other} of rank 0")

@@ -61,12 +61,22 @@ class _Request:
         return [_failed(rank, self.name, error) for rank in sorted(self.opened - self.last.keys())]
 
 
+@dataclass(slots=True)
+class _Stow:
+    """Ranks that want the blocks of a computed prompt back."""
+
+    name: common.RequestName
+    since: float
+    ranks: set[int] = field(default_factory=set)
+
+
 class RankWords:
     """The requests of one engine of `ranks` ranks, as far as they are not passed on."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._requests: dict[tuple[bytes, int], _Request] = {}
+        self._stows: dict[tuple[bytes, int], _Stow] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -76,6 +86,8 @@ class RankWords:
         word, name = Pass(kind, message), getattr(message, kind).name
         if kind in OPENINGS:
             return self._open(rank, name, word, now)
+        if kind == "stow":
+            return self._stow(rank, name, word, now)
         if kind != "progress" and kind not in LAST_WORDS:
             if rank != 0:
                 raise precondition(f"rank {rank} does not send {kind}: rank 0 does")
@@ -91,7 +103,7 @@ class RankWords:
 
     def tick(self, now: float) -> Sequence[Word]:
         """Gives up what some rank has not opened within OPEN_SECONDS: it was without a session when it was to."""
-        words: list[Word] = []
+        words = self._late_stows(now)
         for request in list(self._requests.values()):  # in the order of their times
             if now < request.since + OPEN_SECONDS:
                 break
@@ -109,6 +121,7 @@ class RankWords:
             if len(self) >= MAX_OPEN:
                 raise exhausted(f"{MAX_OPEN} requests wait for some rank of the engine; that is the bound")
             request = self._requests[_key(name)] = _Request(name, now, [0] * self._ranks)
+            self._stows.pop(_key(name), None)
         if rank in request.opened:
             return [_failed(rank, name, precondition("the name is in use: a new try takes the next attempt number"))]
         request.opened.add(rank)
@@ -121,6 +134,27 @@ class RankWords:
         assert request.opening is not None, "all ranks have opened it, and rank 0 has not"
         request.passed = True
         return [request.opening]
+
+    def _stow(self, rank: int, name: common.RequestName, word: Pass, now: float) -> Sequence[Word]:
+        """Behind each rank's last word, so when all have said it, all have said theirs."""
+        request = self._requests.get(_key(name))
+        if request is not None and rank not in request.last:
+            return [_failed(rank, name, precondition("stow before aux"))]
+        if _key(name) not in self._stows and len(self._stows) >= MAX_OPEN:
+            raise exhausted(f"{MAX_OPEN} requests wait for some rank's stow; that is the bound")
+        stow = self._stows.setdefault(_key(name), _Stow(name, now))
+        stow.ranks.add(rank)
+        if len(stow.ranks) < self._ranks:
+            return []
+        del self._stows[_key(name)]
+        return [word]
+
+    def _late_stows(self, now: float) -> list[Word]:
+        """The blocks stay the daemon's of which not all ranks have wanted to have them back within OPEN_SECONDS."""
+        late = [key for key, stow in self._stows.items() if now >= stow.since + OPEN_SECONDS]
+        gone = [self._stows.pop(key) for key in late]
+        told = [(rank, wire.Stowed(name=stow.name)) for stow in gone for rank in sorted(stow.ranks)]
+        return [Tell(rank, wire.WorkerEvent(stowed=stowed)) for rank, stowed in told]
 
     def _end(self, rank: int, request: _Request, word: Pass) -> Sequence[Word]:
         request.last[rank] = word

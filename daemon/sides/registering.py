@@ -83,7 +83,7 @@ class Registering:
             pools = self._tiers.memory.rank_pools()
             for _ in range(processes):
                 workers.append(self._workers.make(hello.worker, facts.id, pools))
-            welcomes = [(worker, self._welcome(worker, facts, pools, processes)) for worker in workers]
+            welcomes = [(worker, self._welcome(worker, facts, pools)) for worker in workers]
         except BaseException:
             making.add_done_callback(self._abandoned)
             for worker in workers:
@@ -134,9 +134,7 @@ class Registering:
         if self._engine is not None and not making.cancelled() and making.exception() is None:
             self._tasks.start(self._engine.let_go())
 
-    def _welcome(
-        self, worker: Worker, facts: NamespaceFacts, pools: list[wire.RankPool], processes: int
-    ) -> wire.Welcome:
+    def _welcome(self, worker: Worker, facts: NamespaceFacts, pools: list[wire.RankPool]) -> wire.Welcome:
         tiers, storage = self._tiers, self._tiers.memory.shape.order
         plain = len(pools) == 1 and storage is StorageOrder.PAGE_MAJOR
         return wire.Welcome(
@@ -155,5 +153,5 @@ class Registering:
             storage=common.Storage.Name(int(storage)),
             page_tokens=tiers.cache.events is not None,
             way_back=self._sends_back and tiers.block_tokens > 0,
-            stows=tiers.stows and processes == 1,  # ranks would give their blocks back in different steps
+            stows=tiers.stows,
         )

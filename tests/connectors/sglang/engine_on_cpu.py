@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from kvferry.connectors.sglang import facts
 from kvferry.connectors.sglang.plugin import BACKEND
-from tests.connectors.sglang.shared_kv import HEADS, LAYERS, PAGE, SharedKV, kv_of
+from tests.connectors.sglang.shared_kv import HEADS, LAYERS, ONE, PAGE, Rank, SharedKV
 
 ROWS = 8
 HOST = "127.0.0.1"
@@ -35,7 +35,16 @@ def until(what: Callable[[], object], seconds: float = SECONDS) -> None:
 class Engine:
     """One side. The scheduler is a namespace with what SGLang's queues and mixins read of it."""
 
-    def __init__(self, role: str, bootstrap_port: int, tokens: int, *, radix: bool = True) -> None:
+    def __init__(
+        self,
+        role: str,
+        bootstrap_port: int,
+        tokens: int,
+        *,
+        radix: bool = True,
+        rank: Rank = ONE,
+        latent: bool = False,
+    ) -> None:
         from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
         from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -43,7 +52,8 @@ class Engine:
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
         self.role = role
-        self.shared = SharedKV(tokens)
+        self.rank = rank
+        self.shared = SharedKV(tokens, rank, latent=latent)
         self.allocator = PagedTokenToKVPoolAllocator(tokens, PAGE, torch.bfloat16, "cpu", self.shared.pool, False)
         self.rows = MetadataBuffers(ROWS, 32, torch.bfloat16, max_sampling_mask_tokens=0)
         self.row_numbers = ReqToMetadataIdxAllocator(ROWS)
@@ -60,7 +70,7 @@ class Engine:
 
         return SimpleNamespace(
             server_args=server_args(self.role, bootstrap_port, not self.tree.disable),
-            ps=SimpleNamespace(dp_rank=0, gpu_id=0, tp_rank=0, pp_rank=0),
+            ps=SimpleNamespace(dp_rank=0, gpu_id=0, tp_rank=self.rank.rank, pp_rank=0),
             tp_worker=SimpleNamespace(
                 is_hybrid_swa=False,
                 model_runner=SimpleNamespace(effective_max_total_num_tokens=self.allocator.size),
@@ -100,8 +110,8 @@ class Engine:
             "metadata_buffers": self.rows,
             "scheduler": self.scheduler,
             "gloo_group": dist.group.WORLD,
-            "tp_rank": 0,
-            "tp_size": 1,
+            "tp_rank": self.rank.rank,
+            "tp_size": self.rank.ranks,
             "gpu_id": 0,
             "bootstrap_port": bootstrap_port,
             "max_total_num_tokens": self.allocator.size,
@@ -213,7 +223,7 @@ class Engine:
     def compute_chunk(self, req: Any, start: int, end: int) -> None:
         from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 
-        self.shared.write(self.slots(req, start, end), kv_of(req.origin_input_ids, start, end))
+        self.shared.write(self.slots(req, start, end), self.shared.kv_of(req.origin_input_ids, start, end))
         req.set_extend_range(start, end)
         last = end == len(req.origin_input_ids)
         if last:

@@ -18,7 +18,7 @@ from kvferry.connectors.sglang.plugin import BACKEND, register
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.stats import fetch
 from tests.connectors.sglang.engine_on_cpu import HOST, Engine, new_prompt, new_request, server_args, until
-from tests.connectors.sglang.shared_kv import PAGE, kv_of
+from tests.connectors.sglang.shared_kv import ONE, PAGE, Rank, kv_of
 from tests.support.stacks import lasting_port
 
 __all__ = ["PAGE", "Pair", "kv_of", "new_prompt", "stats_of", "until"]
@@ -38,10 +38,12 @@ class Pair:
         prefill_tokens: int = 1024,
         decode_tokens: int = 1024,
         prefill_words: Sequence[str] = (),
+        words: Sequence[str] = (),
         place: Place = lambda role: ((), HOST),
         **kwargs: Any,
     ) -> None:
-        """prefill_words: more of its daemon's. place: a command that runs a role's daemon, and its host."""
+        """prefill_words: more of its daemon's. words: more of both. place: a command that runs a role's daemon, and
+        its host."""
         from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
         self.stack = stack
@@ -50,19 +52,23 @@ class Pair:
         self.prefixes = {role: place(role)[0] for role in ("prefill", "decode")}
         prefill, decode = (f"{place(role)[1]}:{lasting_port()}" for role in ("prefill", "decode"))
         open_wire = ("--insecure",) if place("prefill")[1] != HOST else ()
-        self.start("prefill", "--listen", prefill, *open_wire, *prefill_words)
-        self.start("decode", "--listen", decode, "--peer", f"p={prefill}", "--host-bytes", "1MiB", *open_wire)
+        words = (*words, *open_wire)
+        self.start("prefill", "--listen", prefill, *words, *prefill_words)
+        self.start("decode", "--listen", decode, "--peer", f"p={prefill}", "--host-bytes", "1MiB", *words)
         self.port = lasting_port()
         self.bootstrap = get_kv_class(TransferBackend(BACKEND), KVClassType.BOOTSTRAP_SERVER)(HOST, self.port)
         until(self._answers)
         tokens = {"prefill": prefill_tokens, "decode": decode_tokens}
-        self.engines: dict[str, Engine] = {}
+        self.rooms = iter(range(1, 1 << 30))
+        self.engines: dict[str, Any] = {}
         for role in ("prefill", "decode"):
             settings = {"socket": self.socket(role), "revision": "test", "deadline_seconds": 15, **kwargs}
             patches.enter_context(mock.patch.dict(os.environ, SGLANG_KVFERRY=json.dumps(settings)))
-            self.engines[role] = Engine(role, self.port, tokens[role])
+            self.engines[role] = self.engine(role, tokens[role])
         self.prefill, self.decode = self.engines["prefill"], self.engines["decode"]
-        self.rooms = iter(range(1, 1 << 30))
+
+    def engine(self, role: str, tokens: int) -> Any:
+        return Engine(role, self.port, tokens)
 
     def start(self, role: str, *more: str) -> None:
         if role not in self.words:
@@ -108,8 +114,9 @@ def _kernel(*args: Any) -> Any:
     alloc_extend_naive(prefix, lengths, last, free, out, page, "cpu")
 
 
-def prepared(patches: ExitStack) -> None:
-    """SGLang's process groups and kernels, as far as one rank on a CPU has them."""
+def prepared(patches: ExitStack, rank: Rank = ONE, group: str = "") -> None:
+    """SGLang's process groups and kernels, as far as a rank on a CPU has them. `group`: a file by which the ranks of
+    one engine find each other."""
     from sglang.srt import runtime_context
     from sglang.srt.disaggregation import decode
     from sglang.srt.disaggregation.common import conn
@@ -117,10 +124,11 @@ def prepared(patches: ExitStack) -> None:
 
     runtime_context._CONTEXT._server_args = server_args("prefill", 0, True)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    one = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, attn_cp_size=1, attn_cp_rank=0)
+        store = dist.FileStore(group, rank.ranks) if group else dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.ranks)
+    own = SimpleNamespace(attn_tp_size=rank.ranks, attn_tp_rank=rank.rank, attn_cp_size=1, attn_cp_rank=0)
     for module in (conn, decode):
-        patches.enter_context(mock.patch.object(module, "get_parallel", return_value=one))
+        patches.enter_context(mock.patch.object(module, "get_parallel", return_value=own))
     for name, value in (("get_attention_dp_size", 1), ("get_attention_dp_rank", 0), ("get_pp_group", None)):
         patches.enter_context(mock.patch.object(conn, name, return_value=value))
     patches.enter_context(mock.patch.object(paged, "alloc_extend_kernel", {(1,): _kernel}))

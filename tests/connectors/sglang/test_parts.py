@@ -179,6 +179,30 @@ def test_pages_of_an_unknown_size_are_refused() -> None:
         facts.block_map(args, geometry)
 
 
+class MHATokenToKVPool(SimpleNamespace):
+    """As far as its geometry goes."""
+
+
+def of_rank(heads: int) -> MHATokenToKVPool:
+    return MHATokenToKVPool(layer_num=2, head_num=heads, head_dim=8, dtype="torch.bfloat16", page_size=16)
+
+
+@pytest.mark.parametrize(("own", "ranks"), [(4, 1), (2, 2), (1, 4), (1, 8)])
+def test_ranks_share_the_heads_or_have_the_same_ones(own: int, ranks: int) -> None:
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 4)
+    assert facts.geometry_of(of_rank(own), model, ranks).kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "said"),
+    [(2, 4, "a rank has 2 KV heads, the model 4, and there are 4 ranks"), (1, 3, "ranks is 3; it must divide")],
+)
+def test_heads_that_are_shared_otherwise_are_refused(own: int, ranks: int, said: str) -> None:
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 4)
+    with pytest.raises(facts.NotServed, match=said):
+        facts.geometry_of(of_rank(own), model, ranks)
+
+
 def test_weights_without_a_name_are_refused(tmp_path: Any) -> None:
     model = SimpleNamespace(model_path=str(tmp_path), revision=None)
     dummy = SimpleNamespace(load_format="dummy", download_dir=None)

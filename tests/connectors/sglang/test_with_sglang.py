@@ -15,9 +15,11 @@ FOLDER = Path(__file__).parent / "on_cpu"
 ROOT = Path(__file__).parents[3]
 SECONDS = 480.0
 SHORT = ["check_interfaces.py", "check_pair.py"]
-ALL = sorted(path.name for path in FOLDER.glob("check_*.py"))
+ALONE = ["check_ranks.py"]  # it forks before there are threads
+ALL = sorted(path.name for path in FOLDER.glob("check_*.py") if path.name not in ALONE)
 CASES = [(VERSIONS[0], SHORT)]
-NIGHTLY = [(VERSIONS[0], [file for file in ALL if file not in SHORT]), *((version, ALL) for version in VERSIONS[1:])]
+REST = [file for file in ALL if file not in SHORT]
+NIGHTLY = [(VERSIONS[0], REST), (VERSIONS[0], ALONE), *((version, ALL) for version in VERSIONS[1:])]
 
 
 @pytest.mark.timeout(SECONDS + 30)

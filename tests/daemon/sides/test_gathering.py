@@ -194,6 +194,12 @@ def test_what_refuses_the_engine_refuses_every_rank() -> None:
     told(story)
 
 
+def stowing(rank: int) -> wire.WorkerHello:
+    message = hello(rank, pages=8)
+    message.pool.stows = rank != 1
+    return message
+
+
 def unlike(rank: int) -> wire.WorkerHello:
     message = hello(rank, pages=8)
     if rank == 2:
@@ -206,6 +212,7 @@ def unlike(rank: int) -> wire.WorkerHello:
     [
         ([unlike(rank) for rank in range(RANKS)], "facts: those of rank 2 are not those of rank 0"),
         ([hello(0, pages=8), hello(1, pages=9), hello(2, pages=8)], r"pool\.pages is 9 of rank 1, 8 of rank 0"),
+        ([stowing(rank) for rank in range(RANKS)], r"pool\.stows is False of rank 1, True of rank 0"),
         ([hello(0), hello(1), wire.WorkerHello(pool=wire.EnginePool(), rank=hello(2).rank)], "ranks 0 and 2 one alone"),
     ],
 )

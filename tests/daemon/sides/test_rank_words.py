@@ -12,8 +12,11 @@ from kvferry.proto import worker_pb2 as wire
 NAME = common.RequestName(request_id=b"r" * 16, attempt=1)
 ADMIT = wire.WorkerMessage(admit=wire.Admit(name=NAME, tokens=9, digests=b"d" * 32))
 PART = wire.WorkerMessage(admit=wire.Admit(name=NAME))
+PART_BEGIN = wire.WorkerMessage(begin=wire.Begin(name=NAME))
 BEGIN = wire.WorkerMessage(begin=wire.Begin(name=NAME, tokens=64))
 ABORT = wire.WorkerMessage(abort=wire.Abort(name=NAME))
+AUX = wire.WorkerMessage(aux=wire.Aux(name=NAME))
+STOW = wire.WorkerMessage(stow=wire.Stow(name=NAME))
 FINISH = wire.WorkerMessage(finish=wire.Finish(name=NAME, tokens=9))
 
 
@@ -113,3 +116,46 @@ def test_what_a_rank_may_not_say() -> None:
         say(words, 1, grow)
     other = wire.WorkerMessage(finish=wire.Finish(name=common.RequestName(request_id=b"o" * 16, attempt=1)))
     assert told(say(words, 1, other)) == [(1, "failed")]
+
+
+def test_blocks_are_wanted_back_when_all_ranks_want_them() -> None:
+    words = RankWords(3)
+    opened(words, BEGIN)
+    assert told(say(words, 1, STOW)) == [(1, "failed")], "before its aux"
+    assert say(words, 1, AUX) == say(words, 1, STOW) == say(words, 0, AUX) == say(words, 0, STOW) == []
+    assert say(words, 2, AUX) == [Pass("aux", AUX)]
+    assert say(words, 2, STOW) == [Pass("stow", STOW)]
+
+
+def test_blocks_stay_that_not_all_ranks_want_back() -> None:
+    words = RankWords(3)
+    opened(words, BEGIN)
+    for rank in range(3):
+        say(words, rank, AUX)
+    assert say(words, 2, STOW, 1.0) == say(words, 0, STOW, 2.0) == []
+    assert list(words.tick(1.0 + OPEN_SECONDS - 0.1)) == []
+    late = list(words.tick(1.0 + OPEN_SECONDS))
+    assert told(late) == [(0, "stowed"), (2, "stowed")]
+    assert not any(word.event.stowed.stored for word in late if isinstance(word, Tell))
+    assert list(words.tick(100.0)) == []
+
+
+def test_requests_whose_blocks_some_ranks_want_back_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.daemon.sides.rank_words.MAX_OPEN", 1)
+    words = RankWords(3)
+    assert say(words, 0, STOW) == []
+    other = wire.WorkerMessage(stow=wire.Stow(name=common.RequestName(request_id=b"o" * 16, attempt=1)))
+    with pytest.raises(RequestError, match="1 requests wait for some rank's stow; that is the bound"):
+        say(words, 1, other)
+    assert say(words, 1, STOW) == say(words, 1, STOW) == []
+    assert say(words, 2, STOW) == [Pass("stow", STOW)]
+
+
+def test_a_name_that_is_used_again_has_no_old_word() -> None:
+    words = RankWords(2)
+    assert say(words, 0, STOW) == []
+    assert say(words, 0, BEGIN) == []
+    assert say(words, 1, PART_BEGIN) == [Pass("begin", BEGIN)]
+    for rank in range(2):
+        say(words, rank, AUX)
+    assert say(words, 1, STOW) == []

@@ -148,6 +148,22 @@ _SPEAKING = (
         WORDS,
     ),
     Guard(
+        "blocks are given back when all ranks want them back",
+        "daemon/sides/rank_words.py",
+        "RankWords._stow",
+        "if len(stow.ranks) < self._ranks:",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "a rank wants blocks back behind its aux",
+        "daemon/sides/rank_words.py",
+        "RankWords._stow",
+        "if request is not None and rank not in request.last:",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
         "no rank begins behind its end",
         "daemon/sides/rank_words.py",
         "RankWords._progress",

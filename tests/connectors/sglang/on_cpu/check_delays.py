@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.connectors.sglang.engine_on_cpu import HEADS, Engine
+from tests.bench.scripts import imported
+from tests.connectors.sglang.engine_on_cpu import HEADS, HOST, Engine
 from tests.connectors.sglang.rig import PAGE, Pair, kv_of, new_prompt, stats_of, until
 from tests.faults.networks import DelayedNetworks
 from tests.support.devices import DeviceStack
@@ -48,8 +54,22 @@ class Turns:
         self.running: list[Exchange] = []
         self.aborted = self.arrived = self.moved = 0
         self.marked: dict[int, bytes] = {}  # decode's free pages, overwritten
+        self.freed = 0  # of those, which a request had for less than a turn
+        self._watch(pair.decode.allocator)
         self.prompts: list[list[int]] = []
         self.takes = 0.3  # seconds of an exchange, as far as is known
+
+    def _watch(self, allocator: Any) -> None:
+        """A prompt may come and go between two looks: its pages were somebody's since they were overwritten."""
+        free = allocator.free
+
+        def watched(slots: Any) -> None:
+            pages = set((slots // PAGE).tolist())
+            self.freed += len(self.marked.keys() & pages)
+            self.marked = {page: was for page, was in self.marked.items() if page not in pages}
+            free(slots)
+
+        allocator.free = watched
 
     def add(self) -> None:
         chance = self.chance
@@ -192,11 +212,43 @@ def nothing_is_held(pair: Pair) -> bool:
     return True
 
 
-def test_late_parts_and_aborts(one_rank: None) -> None:
+class LateParts:
+    """In the place of networks: parts alone are held back, and the relay says for how long."""
+
+    def __init__(self, folder: Path) -> None:
+        with imported("sglang", ("late_parts",)) as modules:
+            first = 23000 + 64 * (os.getpid() % 64)
+            self._late = modules.late_parts.LateParts(first, first + 63, folder, DELAYS)
+        self.words = ("--ucx-ports", f"{first}-{first + 63}")
+
+    def __enter__(self) -> LateParts:
+        if shutil.which("cc") is None:
+            pytest.skip("no compiler")
+        self._late.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._late.__exit__(*error)
+
+    def place(self, role: str) -> tuple[Sequence[str], str]:
+        return ("env", *(f"{name}={value}" for name, value in self._late.preload.items())), HOST
+
+    def delay(self, seconds: float) -> None: ...
+
+
+class LateNetworks(DelayedNetworks):
+    """All that goes between the daemons is held back."""
+
+    words = ()
+
+
+@pytest.mark.parametrize("late", ["networks", "parts"])
+def test_late_parts_and_aborts(one_rank: None, tmp_path: Path, late: str) -> None:
     """Fifty at random times, by either side, while what goes over the wire is held back for as long as it likes."""
-    with DelayedNetworks() as networks, DeviceStack() as stack, ExitStack() as patches:
+    held_back = LateNetworks() if late == "networks" else LateParts(tmp_path)
+    with held_back as networks, DeviceStack() as stack, ExitStack() as patches:
         share, words = 0.25, ("--host-bytes", "1MiB")
-        options = {"waiting_share": share, "deadline_seconds": DEADLINE_SECONDS}
+        options = {"waiting_share": share, "deadline_seconds": DEADLINE_SECONDS, "words": networks.words}
         pair = Pair(stack, patches, prefill_words=words, place=networks.place, **options)
         try:
             until(lambda: all(engine.manager.carrier.there for engine in pair.engines.values()))
@@ -222,5 +274,6 @@ def test_late_parts_and_aborts(one_rank: None) -> None:
                 assert engine.row_numbers.available_size() == 8, role
                 assert engine.req_pool.available_size() == places[role], role
             print(f"{turns.aborted} aborts, {turns.arrived} arrived, {turns.moved} by the host tier")
+            print(f"{turns.freed} pages had and given back within a turn")
         finally:
             pair.close()

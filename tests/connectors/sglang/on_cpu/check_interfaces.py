@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -72,6 +76,36 @@ def test_a_manager_outside_of_a_queue_is_refused(sglang: str) -> None:
     manager = get_kv_class(TransferBackend(BACKEND), KVClassType.MANAGER)
     with pytest.raises(RuntimeError, match="hooks were not applied"):
         manager(None, DisaggregationMode.DECODE, None, False)
+
+
+NOT_CALLED = {
+    "ensure_abort_notified",  # where enable_deferred_decode_kv_release is on, which is off
+    "set_kv_buffer_tensors",  # these three where the staging buffer is on, which is refused
+    "register_buffer_to_engine",
+    "deregister_buffer_to_engine",
+    "_staging_handler",
+}
+
+
+@pytest.mark.parametrize(
+    ("variable", "module", "kind"),
+    [
+        ("disagg_kv_sender", "sender", "KVFerrySender"),
+        ("kv_receiver", "receiver", "KVFerryReceiver"),
+        ("kv_manager", "manager", "KVFerryManager"),
+    ],
+)
+def test_what_sglang_uses_of_a_backend_is_there(sglang: str, variable: str, module: str, kind: str) -> None:
+    """Methods and attributes, by the names in the source of its queues."""
+    import sglang as package
+
+    found = getattr(import_module(f"kvferry.connectors.sglang.{module}"), kind)
+    made = {name for each in found.__mro__[:-1] for name in re.findall(r"self\.(\w+)\b.* = ", inspect.getsource(each))}
+    used: set[str] = set()
+    for path in (Path(package.__path__[0]) / "srt" / "disaggregation").glob("*.py"):
+        used.update(re.findall(rf"\b{variable}\.(\w+)", path.read_text()))
+    assert len(used) >= 6
+    assert used - made - set(dir(found)) <= NOT_CALLED
 
 
 def test_pages_have_the_names_of_sglangs_own_tiers(sglang: str) -> None:
