@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypedDict, cast
 
-import torch
-
 from kvferry.client.engine_blocks import OwnBlocks
 from kvferry.client.engine_pools import EnginePools
 from kvferry.connectors.blocks import BlockMap
@@ -31,6 +29,12 @@ class TorchSegment(TypedDict):
 
 
 OF_NO_POOL = (0, 0)
+
+
+def torch_segments() -> list[TorchSegment]:
+    import torch  # seconds, for what is seldom asked
+
+    return cast("list[TorchSegment]", torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
 
 
 def why_unnamed(address: int, segments: Iterable[TorchSegment]) -> str:
@@ -67,8 +71,7 @@ def registered(blocks: BlockMap, geometry: KVGeometry, device: int) -> EnginePoo
             try:
                 handle, offset = exporter.export(base, nbytes)
             except OSError as error:
-                segments = cast("list[TorchSegment]", torch.cuda.memory_snapshot())
-                raise OSError(f"{error}; {why_unnamed(base, segments)}") from error
+                raise OSError(f"{error}; {why_unnamed(base, torch_segments())}") from error
             ends[handle] = max(ends.get(handle, 0), offset + nbytes)
             tensors.append(RegisteredTensor(list(ends).index(handle), offset, stride, cache.block_bytes, number))
     uuid = exporter.device_uuid

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,8 +57,7 @@ def test_memory_without_a_name_is_refused_by_what_makes_it_so(
         TorchSegment(address=memory.address + at, total_size=size, is_expandable=expandable, segment_pool_id=pool)
         for at, size, expandable, pool in segments
     ]
-    cuda = SimpleNamespace(memory_snapshot=lambda: told)
-    monkeypatch.setattr(gpu_blocks, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu_blocks, "torch_segments", lambda: told)
     assert registered(blocks_at(memory.address), GEOMETRY, 0).pools.pages == BLOCKS, "what has a name is served"
     fake.fake_answer(b"ipc_export", 801)
     with pytest.raises(OSError, match=rf"memory on a GPU cannot be shared: handle of memory for .*; .*{message}"):
