@@ -34,7 +34,10 @@ OF_NO_POOL = (0, 0)
 def torch_segments() -> list[TorchSegment]:
     import torch  # seconds, for what is seldom asked
 
-    return cast("list[TorchSegment]", torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
+    try:
+        return cast("list[TorchSegment]", torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
+    except RuntimeError:  # an allocator of somebody else's tells nothing
+        return []
 
 
 def why_unnamed(address: int, segments: Iterable[TorchSegment]) -> str:

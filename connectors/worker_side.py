@@ -48,16 +48,6 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop: uvloop's where the engine has it, as vLLM and SGLang do. It takes less of the engine's CPU."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    made: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return made
-
-
 class WorkerSide:
     """The worker's half: `start`, then orders and reports; `close` ends it. `connect` opens a session with the daemon,
     `mover` moves bytes between its pages and `blocks`."""
@@ -68,7 +58,7 @@ class WorkerSide:
         self.reports = Reports()
         self._rank = rank
         self._settings = settings
-        self._loop = new_loop()
+        self._loop = asyncio.new_event_loop()
         self._copier = ThreadPoolExecutor(1, "kvferry copies", initializer=name_thread, initargs=("kvferry copies",))
         self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
         self._settled = asyncio.Event()

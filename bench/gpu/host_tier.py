@@ -170,17 +170,17 @@ def taken() -> float:
 
 @contextlib.contextmanager
 def staging(words: str) -> Iterator[None]:
-    """Restores are staged in so many buffers of so many MiB ("8x16"), or ("") as a daemon's are."""
+    """Copies of each direction are staged in so many buffers of so many MiB ("8x16"), or ("") as a daemon's are."""
     if not words:
         yield
         return
     buffers, size = map(int, words.split("x"))
 
     def made(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-        restores = GpuCopyEngine(ordinal, deep_buffers=buffers, buffer_bytes=size * MIB)
-        return GpuCopies(GpuCopyEngine(ordinal, deep_buffers=gpu_ranks.SPILL_BUFFERS)), GpuCopies(restores)
+        engines = [GpuCopyEngine(ordinal, deep_buffers=buffers, buffer_bytes=size * MIB) for _ in range(2)]
+        return GpuCopies(engines[0]), GpuCopies(engines[1])
 
-    print(f"restores staged in {buffers} buffers of {size} MiB:", flush=True)
+    print(f"staged in {buffers} buffers of {size} MiB:", flush=True)
     with mock.patch.object(gpu_ranks, "copiers", made):
         yield
 

@@ -16,7 +16,6 @@ from kvferry.transfer.geometry.layouts import Int64s, RankStorage, RowMap, Stora
 from kvferry.transfer.geometry.registration import GpuAllocation, Registration
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
 
-SPILL_BUFFERS = 4  # in which spills are staged, of 16 MiB each
 COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
 
 log = logging.getLogger(__name__)
@@ -24,9 +23,8 @@ log = logging.getLogger(__name__)
 
 def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
     """The engines of spills and of restores: two, since an engine has one stream to host memory, and a restore, which a
-    request waits for, is not to be behind spills; nobody waits for a spill, which has fewer buffers. GpuUnavailable,
-    GpuError."""
-    return GpuCopies(GpuCopyEngine(ordinal, deep_buffers=SPILL_BUFFERS)), GpuCopies(GpuCopyEngine(ordinal))
+    request waits for, is not to be behind spills. GpuUnavailable, GpuError."""
+    return GpuCopies(GpuCopyEngine(ordinal)), GpuCopies(GpuCopyEngine(ordinal))
 
 
 class RankMemory:
