@@ -151,6 +151,8 @@ class Behind(_Events):
             raise Unlike(f"decode's reply begins with {text[:64]!r}, where {self._want!r} was sent")
         self._want, text = self._want[common:], text[common:]
         self.done = not self._want and self._token is None
+        if (text or ids) and not self.done:
+            raise Unlike("decode's reply goes on before it has told the token's text and its id")
         if not self.done and choice.finish_reason is not None:
             raise Unlike(f"decode's reply ended before {self._want!r} of what was sent")
         return text, ids
