@@ -263,6 +263,8 @@ class VllmFront:
         asked = body.behind(sent.text, sent.token) if sent.prompt_tokens else None
         gone, reply = [decode], None
         for _ in range(GOES_ON if asked is not None else 0):
+            if not self.decode:  # DNS names none that is well
+                break
             others = any(server not in gone for server in self.decode)
             server = self.choose_decode(body.head, gone if others else ())
             reply = await self._well(stack, server, legs, asked or b"", "decode")

@@ -315,6 +315,24 @@ def test_where_no_way_leads_on_the_reply_breaks_off(breaks: str, fields: Json) -
     asyncio.run(run())
 
 
+def test_where_no_decode_server_is_known_any_more_the_reply_breaks_off() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.breaks = "error"
+            async with w.client.stream("POST", CHAT, json=streams()) as reply:
+                pieces = reply.aiter_bytes()
+                await anext(pieces)
+                w.front.decode.clear()
+                w.decode.may_answer.set()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    while piece := await anext(pieces):
+                        assert b"no room" in piece
+            assert w.ended("lost") == 1 and len(w.decode.asked) == 1
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_behind_the_token_ends_both_halves() -> None:
     async def run() -> None:
         async with world() as w:
