@@ -250,7 +250,8 @@ class VllmFront:
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: Legs, body: Body
     ) -> DecodeAnswer:
         """The reply of no more than one token, all of it prefill's; decode's where prefill fails."""
-        reply = await self._well(stack, prefill, legs, body.alone(), "prefill")
+        soon = legs._replace(said_within_s=self.config.first_token_s)
+        reply = await self._well(stack, prefill, soon, body.alone(), "prefill")
         if reply is None:
             return await self._alone_again(stack, decode, legs, body)
         self.metrics.first_token_ended("whole")

@@ -227,6 +227,17 @@ def test_a_reply_of_one_token_is_prefills_alone(stream: bool) -> None:
     asyncio.run(run())
 
 
+def test_a_prefill_server_that_hangs_over_the_only_token_is_not_waited_for_as_a_reply_is() -> None:
+    async def run() -> None:
+        async with world(first_token_s=0.3) as w:
+            w.prefill.may_answer.clear()
+            assert (await w.client.post(CHAT, json=ask(max_tokens=1))).status_code == 200
+            assert len(w.decode.asked) == 1 and w.front.counts.again == 1
+            w.prefill.may_answer.set()
+
+    asyncio.run(run())
+
+
 def test_a_reply_that_ends_at_once_is_prefills_and_decode_is_let_go() -> None:
     async def run() -> None:
         async with world() as w:
