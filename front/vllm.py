@@ -190,7 +190,7 @@ class VllmFront:
             if not asking.done() and half.exception() is not None:
                 raise VllmPrefillFailed(str(half.exception()))
             hurries = self._hurries and not asking.done()
-            go_on = partial(self._gone_on, stack, decode, legs, body)
+            go_on = partial(self._gone_on, stack, inner, decode, legs, body)
             reply = await (self._soonest(half.result(), asking, headed, body, go_on) if hurries else asking)
         except VllmPrefillFailed as error:
             _log.warning("prefill server %s: %s; decode goes on alone", prefill.url, error)
@@ -258,9 +258,17 @@ class VllmFront:
         return reply
 
     async def _gone_on(
-        self, stack: contextlib.AsyncExitStack, decode: Server, legs: Legs, body: Body, sent: SentToken
+        self,
+        stack: contextlib.AsyncExitStack,
+        failed: contextlib.AsyncExitStack,
+        decode: Server,
+        legs: Legs,
+        body: Body,
+        sent: SentToken,
     ) -> DecodeAnswer | None:
-        """What is behind the token, from another decode server, or the same; None: nobody has a way."""
+        """What is behind the token, from another decode server, or the same; None: nobody has a way. Decode's `failed`
+        call is let go."""
+        await failed.aclose()
         asked = body.behind(sent.text, sent.token) if sent.prompt_tokens else None
         gone, reply = [decode], None
         for _ in range(GOES_ON if asked is not None else 0):

@@ -42,8 +42,8 @@ _FAILED = (SaidError, Lost, Refusal, httpx.TransportError, asyncio.TimeoutError)
 
 class AtOnce:
     """Decode's stream behind prefill's token, which the client has, until decode says that it has it, too.
-    go_on: asks for what is behind the token once more, where decode fails before, or has another one; None: there is no
-    way."""
+    go_on: lets go of decode and asks for what is behind the token once more, where decode fails before, or has another
+    one; None: there is no way."""
 
     def __init__(
         self,
@@ -89,12 +89,9 @@ class AtOnce:
             raise BrokenOff(why) from error
 
     async def _gone_on(self) -> bool:
-        """Takes another server's reply behind the token, or the same's, as `other`; False: there is no way. Decode's
-        own is let go."""
+        """Takes another server's reply behind the token, or the same's, as `other`; False: there is no way."""
         self._asking.cancel()
-        (answer,) = await asyncio.gather(self._asking, return_exceptions=True)
-        if isinstance(answer, DecodeAnswer):
-            await answer.response.aclose()
+        await asyncio.gather(self._asking, return_exceptions=True)
         reply = await self._go_on(self._sent)
         if reply is None:
             return False

@@ -326,6 +326,25 @@ def test_where_no_way_leads_on_the_reply_breaks_off(breaks: str, fields: Json) -
     asyncio.run(run())
 
 
+def test_a_decode_server_that_has_failed_is_no_longer_counted_as_busy() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.may_end.clear()
+            w.decode.breaks, w.decode.behind = "error", ["ry", " boat", "!"]
+            async with w.client.stream("POST", CHAT, json=streams()) as reply:
+                pieces, got = reply.aiter_bytes(), b""
+                while b"boat" not in got:
+                    got += await anext(pieces)
+                    w.decode.may_answer.set()
+                assert [server.running for server in w.front.decode] == [1], "the one that goes on"
+                w.decode.may_end.set()
+                got += b"".join([piece async for piece in pieces])
+            assert heard(got)[0] == "Ferry boat!" and w.ended("gone_on") == 1
+
+    asyncio.run(run())
+
+
 def test_where_no_decode_server_is_known_any_more_the_reply_breaks_off() -> None:
     async def run() -> None:
         async with world() as w:
