@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.front.edge.metrics import CountedLeg, FirstTokenEnd
 from kvferry.front.first_token.answer import SentToken
-from kvferry.front.first_token.behind import Behind, GoneOn, Lost, SaidError, Unlike
+from kvferry.front.first_token.behind import Behind, GoneOn, Lost, SaidError, SaidReasoning, Unlike
 from kvferry.front.vllm_body import Refusal
 from kvferry.waiting import within
 
@@ -67,12 +67,8 @@ class AtOnce:
                 yield piece
             self._ended("met")
         except Unlike as error:
-            _log.error(
-                "%s; check that decode servers have --scheduler-cls with kvferry's scheduler, that their logs say that "
-                "replies begin with prefill's token, and that they have blocks free",
-                error,
-            )
-            if await self._gone_on():
+            _log.error("%s; %s", error, error.check)
+            if not isinstance(error, SaidReasoning) and await self._gone_on():
                 return
             self._ended("unlike")
             yield _error_event(f"the decode server went another way: {error}")

@@ -16,6 +16,17 @@ _NULL = msgspec.Raw(b"null")
 class Unlike(Exception):
     """Decode's reply does not begin with the token that was sent."""
 
+    check = (
+        "check that decode servers have --scheduler-cls with kvferry's scheduler, that their logs say that replies begin "
+        "with prefill's token, and that they have blocks free"
+    )
+
+
+class SaidReasoning(Unlike):
+    """Decode's reply begins with reasoning, or a tool call, where text was sent: what follows it is no content."""
+
+    check = "with this --reasoning-parser kvferry front must have --first-token decode"
+
 
 class Lost(Exception):
     """Decode's stream is over, in the middle."""
@@ -141,7 +152,7 @@ class Behind(_Events):
         """What is left of a chunk's text and ids."""
         delta, text, ids = choice.delta, _text_of(choice), choice.token_ids or []
         if delta is not None and (delta.reasoning or delta.reasoning_content or delta.tool_calls):
-            raise Unlike(f"decode's reply begins with what is no content, where {self._want!r} was sent")
+            raise SaidReasoning(f"decode's reply begins with what is no content, where {self._want!r} was sent")
         if self._token is not None and ids:
             if ids[0] != self._token:
                 raise Unlike(f"decode's reply begins with the token {ids[0]}, where {self._token} was sent")

@@ -35,6 +35,7 @@ class Engine:
     prompt_tokens: int = 12
     status: int = 200
     reason: str = "length"
+    says: str = "content"  # in a chat's stream
     refuses_more: bool = False  # than one request
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,7 +99,7 @@ class Engine:
                 yield event(opening, prompt_token_ids=None, prompt_text=None)
             for number, word in enumerate(words):
                 end = "length" if number == len(words) - 1 else None
-                said: Json = {"delta": {"content": word}} if chat else {"text": word}
+                said: Json = {"delta": {self.says: word}} if chat else {"text": word}
                 said |= {"logprobs": None, "finish_reason": end}
                 said |= {} if chat and end is None else {"stop_reason": None}
                 said |= {} if chat else {"prompt_token_ids": None}
@@ -272,6 +273,18 @@ def test_another_token_of_decodes_breaks_the_reply_off_where_nobody_can_go_on() 
             got, whole = await read(w, streams(presence_penalty=1.0))
             assert heard(got.partition(b'data: {"error"')[0])[0] == "Fer" and not whole
             assert b"'Other'" in got and w.ended("unlike") == 1 and len(w.decode.asked) == 1
+
+    asyncio.run(run())
+
+
+def test_a_thought_that_prefill_called_content_is_not_gone_on_from(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.says = "reasoning"
+            got, whole = await read(w, streams())
+            assert heard(got.partition(b'data: {"error"')[0])[0] == "Fer" and not whole
+            assert w.ended("unlike") == 1 and len(w.decode.asked) == 1 and "--reasoning-parser" in caplog.text
 
     asyncio.run(run())
 
