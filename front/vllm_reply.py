@@ -91,9 +91,27 @@ class AtOnce:
         reply = await self._go_on(self._sent)
         if reply is None:
             return False
+        events = GoneOn(self._sent)
+        try:
+            told = await self._begun(events, reply)
+        except (Unlike, *_FAILED) as error:
+            _log.warning("no way on behind a first token: %s", str(error) or type(error).__name__)
+            if reply.counted is not None and not isinstance(error, Unlike):
+                reply.counted.failed()
+            return False
         self._ended("gone_on")
-        self.other = reply._replace(first=b"", rest=_filtered(GoneOn(self._sent), reply))
+        self.other = reply._replace(first=b"", rest=_filtered(told, events, reply.rest))
         return True
+
+    async def _begun(self, events: GoneOn, reply: DecodeAnswer) -> bytes:
+        """What goes on of the reply's bytes until its prompt is known."""
+        told = events.feed(reply.first)
+        while not events.begun:
+            piece = await within(self._next_token_s, anext(reply.rest, None))
+            if piece is None:
+                raise Lost("its stream ended before it had begun")
+            told += events.feed(piece)
+        return told
 
     async def _met(self) -> AsyncIterator[bytes]:
         behind = Behind(self._sent)
@@ -108,12 +126,12 @@ class AtOnce:
         behind.end()
 
 
-async def _filtered(events: GoneOn, reply: DecodeAnswer) -> AsyncIterator[bytes]:
-    piece: bytes | None = reply.first
-    while piece is not None:
+async def _filtered(first: bytes, events: GoneOn, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first:
+        yield first
+    async for piece in rest:
         if told := events.feed(piece):
             yield told
-        piece = await anext(reply.rest, None)
 
 
 def _error_event(message: str) -> bytes:
