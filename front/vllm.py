@@ -190,7 +190,7 @@ class VllmFront:
             if not asking.done() and half.exception() is not None:
                 raise VllmPrefillFailed(str(half.exception()))
             hurries = self._hurries and not asking.done()
-            go_on = partial(self._gone_on, stack, decode, legs, body)
+            go_on = partial(self._gone_on, stack, inner, decode, legs, body)
             reply = await (self._soonest(half.result(), asking, headed, body, go_on) if hurries else asking)
         except VllmPrefillFailed as error:
             _log.warning("prefill server %s: %s; decode goes on alone", prefill.url, error)
@@ -250,19 +250,30 @@ class VllmFront:
         self, stack: contextlib.AsyncExitStack, prefill: Server, decode: Server, legs: Legs, body: Body
     ) -> DecodeAnswer:
         """The reply of no more than one token, all of it prefill's; decode's where prefill fails."""
-        reply = await self._well(stack, prefill, legs, body.alone(), "prefill")
+        soon = legs._replace(said_within_s=self.config.first_token_s)
+        reply = await self._well(stack, prefill, soon, body.alone(), "prefill")
         if reply is None:
             return await self._alone_again(stack, decode, legs, body)
         self.metrics.first_token_ended("whole")
         return reply
 
     async def _gone_on(
-        self, stack: contextlib.AsyncExitStack, decode: Server, legs: Legs, body: Body, sent: SentToken
+        self,
+        stack: contextlib.AsyncExitStack,
+        failed: contextlib.AsyncExitStack,
+        decode: Server,
+        legs: Legs,
+        body: Body,
+        sent: SentToken,
     ) -> DecodeAnswer | None:
-        """What is behind the token, from another decode server, or the same; None: nobody has a way."""
+        """What is behind the token, from another decode server, or the same; None: nobody has a way. Decode's `failed`
+        call is let go."""
+        await failed.aclose()
         asked = body.behind(sent.text, sent.token) if sent.prompt_tokens else None
         gone, reply = [decode], None
         for _ in range(GOES_ON if asked is not None else 0):
+            if not self.decode:  # DNS names none that is well
+                break
             others = any(server not in gone for server in self.decode)
             server = self.choose_decode(body.head, gone if others else ())
             reply = await self._well(stack, server, legs, asked or b"", "decode")

@@ -117,8 +117,8 @@ class Body:
         return _written(self.fields, kv_transfer_params)
 
     def behind(self, text: str, token: int | None) -> bytes | None:
-        """The request for what is behind its first token, whoever is asked. None: there is none whose reply would be
-        that of one server."""
+        """The request for what is behind its first token, whoever is asked; its reply names its prompt's ids. None:
+        there is none whose reply would be that of one server."""
         if any(self._told(name) for name in _OF_REPLIES) or self._told("truncate_prompt_tokens") is not None:
             return None
         prompt = self._chat_behind(text) if "messages" in self.fields else self._prompt_behind(text, token)
@@ -129,7 +129,7 @@ class Body:
         if prompt is None:
             return None
         told = {name: msgspec.json.encode(value) for name, value in fewer.items() if value is not None}
-        return _written({**self.fields, **prompt, **told}, None)
+        return _written({**self.fields, **prompt, **told, "return_token_ids": b"true"}, None)
 
     def _one_less(self, name: str) -> int | None:
         told = self._told(name)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.front.edge.metrics import CountedLeg, FirstTokenEnd
 from kvferry.front.first_token.answer import SentToken
-from kvferry.front.first_token.behind import Behind, GoneOn, Lost, SaidError, Unlike
+from kvferry.front.first_token.behind import Behind, GoneOn, Lost, SaidError, SaidReasoning, Unlike
 from kvferry.front.vllm_body import Refusal
 from kvferry.waiting import within
 
@@ -42,8 +42,8 @@ _FAILED = (SaidError, Lost, Refusal, httpx.TransportError, asyncio.TimeoutError)
 
 class AtOnce:
     """Decode's stream behind prefill's token, which the client has, until decode says that it has it, too.
-    go_on: asks for what is behind the token once more, where decode fails before, or has another one; None: there is no
-    way."""
+    go_on: lets go of decode and asks for what is behind the token once more, where decode fails before, or has another
+    one; None: there is no way."""
 
     def __init__(
         self,
@@ -67,12 +67,8 @@ class AtOnce:
                 yield piece
             self._ended("met")
         except Unlike as error:
-            _log.error(
-                "%s; check that decode servers have --scheduler-cls with kvferry's scheduler, that their logs say that "
-                "replies begin with prefill's token, and that they have blocks free",
-                error,
-            )
-            if await self._gone_on():
+            _log.error("%s; %s", error, error.check)
+            if not isinstance(error, SaidReasoning) and await self._gone_on():
                 return
             self._ended("unlike")
             yield _error_event(f"the decode server went another way: {error}")
@@ -89,18 +85,33 @@ class AtOnce:
             raise BrokenOff(why) from error
 
     async def _gone_on(self) -> bool:
-        """Takes another server's reply behind the token, or the same's, as `other`; False: there is no way. Decode's
-        own is let go."""
+        """Takes another server's reply behind the token, or the same's, as `other`; False: there is no way."""
         self._asking.cancel()
-        (answer,) = await asyncio.gather(self._asking, return_exceptions=True)
-        if isinstance(answer, DecodeAnswer):
-            await answer.response.aclose()
+        await asyncio.gather(self._asking, return_exceptions=True)
         reply = await self._go_on(self._sent)
         if reply is None:
             return False
+        events = GoneOn(self._sent)
+        try:
+            told = await self._begun(events, reply)
+        except (Unlike, *_FAILED) as error:
+            _log.warning("no way on behind a first token: %s", str(error) or type(error).__name__)
+            if reply.counted is not None and not isinstance(error, Unlike):
+                reply.counted.failed()
+            return False
         self._ended("gone_on")
-        self.other = reply._replace(first=b"", rest=_filtered(GoneOn(self._sent), reply))
+        self.other = reply._replace(first=b"", rest=_filtered(told, events, reply.rest))
         return True
+
+    async def _begun(self, events: GoneOn, reply: DecodeAnswer) -> bytes:
+        """What goes on of the reply's bytes until its prompt is known."""
+        told = events.feed(reply.first)
+        while not events.begun:
+            piece = await within(self._next_token_s, anext(reply.rest, None))
+            if piece is None:
+                raise Lost("its stream ended before it had begun")
+            told += events.feed(piece)
+        return told
 
     async def _met(self) -> AsyncIterator[bytes]:
         behind = Behind(self._sent)
@@ -115,12 +126,12 @@ class AtOnce:
         behind.end()
 
 
-async def _filtered(events: GoneOn, reply: DecodeAnswer) -> AsyncIterator[bytes]:
-    piece: bytes | None = reply.first
-    while piece is not None:
+async def _filtered(first: bytes, events: GoneOn, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first:
+        yield first
+    async for piece in rest:
         if told := events.feed(piece):
             yield told
-        piece = await anext(reply.rest, None)
 
 
 def _error_event(message: str) -> bytes:

@@ -14,7 +14,18 @@ _NULL = msgspec.Raw(b"null")
 
 
 class Unlike(Exception):
-    """Decode's reply does not begin with the token that was sent."""
+    """A reply does not begin with the token that was sent, or does not follow it."""
+
+    check = (
+        "check that decode servers have --scheduler-cls with kvferry's scheduler, that their logs say that replies "
+        "begin with prefill's token, and that they have blocks free"
+    )
+
+
+class SaidReasoning(Unlike):
+    """Decode's reply begins with reasoning, or a tool call, where text was sent: what follows it is no content."""
+
+    check = "with this --reasoning-parser kvferry front must have --first-token decode"
 
 
 class Lost(Exception):
@@ -43,6 +54,7 @@ class _StreamChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _Counts(msgspec.Struct):
@@ -53,6 +65,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_StreamChoice] = []
     usage: _Counts | None = None
     error: object = None
+    prompt_token_ids: list[int] | None = None
 
 
 _CHUNKS = msgspec.json.Decoder(_Chunk)
@@ -141,7 +154,7 @@ class Behind(_Events):
         """What is left of a chunk's text and ids."""
         delta, text, ids = choice.delta, _text_of(choice), choice.token_ids or []
         if delta is not None and (delta.reasoning or delta.reasoning_content or delta.tool_calls):
-            raise Unlike(f"decode's reply begins with what is no content, where {self._want!r} was sent")
+            raise SaidReasoning(f"decode's reply begins with what is no content, where {self._want!r} was sent")
         if self._token is not None and ids:
             if ids[0] != self._token:
                 raise Unlike(f"decode's reply begins with the token {ids[0]}, where {self._token} was sent")
@@ -151,6 +164,8 @@ class Behind(_Events):
             raise Unlike(f"decode's reply begins with {text[:64]!r}, where {self._want!r} was sent")
         self._want, text = self._want[common:], text[common:]
         self.done = not self._want and self._token is None
+        if (text or ids) and not self.done:
+            raise Unlike("decode's reply goes on before it has told the token's text and its id")
         if not self.done and choice.finish_reason is not None:
             raise Unlike(f"decode's reply ended before {self._want!r} of what was sent")
         return text, ids
@@ -158,33 +173,48 @@ class Behind(_Events):
 
 class GoneOn(_Events):
     """The stream of another reply that begins behind the token, as if it began with it: without the chunk that says
-    the role and the prompt's ids, its counts as those of one reply."""
+    the role and the prompt's ids, its counts as those of one reply, the ids of its tokens only where ids are shown."""
 
     def __init__(self, sent: SentToken) -> None:
+        """`feed` raises Unlike, SaidError."""
         super().__init__()
-        self._prompt_tokens = sent.prompt_tokens
+        self._sent = sent
+        self._hidden = ("prompt_token_ids",) if sent.shown else ("prompt_token_ids", "token_ids")
+        self.begun = False  # its prompt is the first reply's and the token
 
     def _event(self, event: bytes, rest: bytes) -> bytes:
         data = data_of(event)
-        if data is None or not (b'"usage"' in data or b'"role"' in data or b'"prompt_token_ids"' in data):
+        if data is None:
             return event
         try:
             chunk, fields = _CHUNKS.decode(data), _FIELDS.decode(data)
         except msgspec.DecodeError:
             return event
+        if not self.begun:
+            self._begin(chunk, event + rest)
         if chunk.choices and _says_role(chunk.choices[0]):
             return b""
         if chunk.usage is not None:
-            replied = chunk.usage.completion_tokens + 1
-            told = {"prompt_tokens": self._prompt_tokens, "completion_tokens": replied}
-            told["total_tokens"] = self._prompt_tokens + replied
+            prompt, replied = self._sent.prompt_tokens, chunk.usage.completion_tokens + 1
+            told = {"prompt_tokens": prompt, "completion_tokens": replied, "total_tokens": prompt + replied}
             fields["usage"] = _json(_FIELDS.decode(fields["usage"]) | told)
-        choice = _FIELDS.decode(_LIST.decode(fields["choices"])[0]) if chunk.choices else {}
-        if choice.get("prompt_token_ids", _NULL) != _NULL:
-            fields["choices"] = _json([choice | {"prompt_token_ids": _NULL}])
-        elif chunk.usage is None:
-            return event
-        return b"data: " + _json(fields) + b"\n\n"
+        if chunk.choices:
+            choice = _FIELDS.decode(_LIST.decode(fields["choices"])[0])
+            fields["choices"] = _json([self._without_hidden(choice)])
+        return b"data: " + _json(self._without_hidden(fields)) + b"\n\n"
+
+    def _begin(self, chunk: _Chunk, stream: bytes) -> None:
+        """Looks at the prompt's ids, which the first chunk has. A template may write another prompt for a message that
+        is to go on, and a text may have other tokens where it is longer."""
+        if chunk.error is not None:
+            raise SaidError(stream)
+        ids = chunk.prompt_token_ids or (chunk.choices[0].prompt_token_ids if chunk.choices else None) or []
+        if len(ids) != self._sent.prompt_tokens + 1 or self._sent.token not in (None, ids[-1]):
+            raise Unlike(f"the prompt to go on from is not the {self._sent.prompt_tokens} tokens and the one sent")
+        self.begun = True
+
+    def _without_hidden(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+        return fields | {name: _NULL for name in self._hidden if name in fields}
 
 
 def data_of(event: bytes) -> bytes | None:

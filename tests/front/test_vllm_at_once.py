@@ -35,11 +35,14 @@ class Engine:
     prompt_tokens: int = 12
     status: int = 200
     reason: str = "length"
+    says: str = "content"  # in a chat's stream
     refuses_more: bool = False  # than one request
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: str = ""  # "dies", "hangs", "error": once, in the place of its first token
+    breaks_again: bool = False
     behind: list[str] = field(default_factory=list)  # said to a request that nobody prefills for, with a token more
+    prompt_behind: list[int] = field(default_factory=lambda: [*range(12), 0])  # of that request
     asked: list[Json] = field(default_factory=list)
     left: int = 0
 
@@ -67,15 +70,19 @@ class Engine:
         text = "" if self.reason == "stop" else self.words[0]
         choice: Json = {"index": 0, "logprobs": None, "finish_reason": self.reason, "stop_reason": None}
         choice |= {"message": {"role": "assistant", "content": text, "reasoning": None}} if chat else {"text": text}
-        choice |= {"token_ids": [0] if body.get("return_token_ids") else None}
-        told: Json = {"usage": {"prompt_tokens": self.prompt_tokens, "total_tokens": 13, "completion_tokens": 1}}
+        ids = body.get("return_token_ids")
+        choice |= {"token_ids": [0] if ids else None}
+        prompt: Json = {"prompt_token_ids": [*range(self.prompt_tokens)] if ids else None}
+        choice |= {} if chat else prompt
+        told: Json = prompt if chat else {}
+        told |= {"usage": {"prompt_tokens": self.prompt_tokens, "total_tokens": 13, "completion_tokens": 1}}
         if "kv_transfer_params" in body:
             told["kv_transfer_params"] = {"do_remote_prefill": True, "kvferry_first_token": 0}
         return {**self.head(chat), "choices": [choice], **told}
 
     async def chunks(self, body: Json, chat: bool) -> AsyncIterator[bytes]:
         ids, goes_on = body.get("return_token_ids"), "kv_transfer_params" not in body and bool(self.behind)
-        words, prompt = (self.behind, self.prompt_tokens + 1) if goes_on else (self.words, self.prompt_tokens)
+        words, prompt = (self.behind, self.prompt_behind) if goes_on else (self.words, [*range(self.prompt_tokens)])
 
         def event(choice: Json, **more: object) -> bytes:
             choices = [{"index": 0, **choice}] if choice else []
@@ -84,7 +91,7 @@ class Engine:
 
         try:
             await self.may_answer.wait()
-            breaks, self.breaks = self.breaks, ""
+            breaks, self.breaks = self.breaks, self.breaks if self.breaks_again else ""
             if breaks == "hangs":
                 await asyncio.sleep(60)
             if breaks == "dies":
@@ -95,18 +102,18 @@ class Engine:
                 return
             if chat:
                 opening: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                yield event(opening, prompt_token_ids=None, prompt_text=None)
+                yield event(opening, prompt_token_ids=prompt if ids else None, prompt_text=None)
             for number, word in enumerate(words):
                 end = "length" if number == len(words) - 1 else None
-                said: Json = {"delta": {"content": word}} if chat else {"text": word}
+                said: Json = {"delta": {self.says: word}} if chat else {"text": word}
                 said |= {"logprobs": None, "finish_reason": end}
                 said |= {} if chat and end is None else {"stop_reason": None}
-                said |= {} if chat else {"prompt_token_ids": None}
+                said |= {} if chat else {"prompt_token_ids": prompt if ids and not number else None}
                 yield event(said | {"token_ids": [number] if ids else None})
                 if number == 1:
                     await self.may_end.wait()
-            usage = {"prompt_tokens": prompt, "completion_tokens": len(words)}
-            yield event({}, usage={**usage, "total_tokens": prompt + len(words)})
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": len(words)}
+            yield event({}, usage={**usage, "total_tokens": len(prompt) + len(words)})
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
             self.left += 1
@@ -164,7 +171,7 @@ async def read(w: Place3, asked: Json, path: str = CHAT) -> tuple[bytes, bool]:
     got = b""
     try:
         async with w.client.stream("POST", path, json=asked) as reply:
-            assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+            assert (reply.status_code, reply.headers["content-type"][:17]) == (200, "text/event-stream")
             async for piece in reply.aiter_bytes():
                 got += piece
                 w.decode.may_answer.set()
@@ -227,6 +234,17 @@ def test_a_reply_of_one_token_is_prefills_alone(stream: bool) -> None:
     asyncio.run(run())
 
 
+def test_a_prefill_server_that_hangs_over_the_only_token_is_not_waited_for_as_a_reply_is() -> None:
+    async def run() -> None:
+        async with world(first_token_s=0.3) as w:
+            w.prefill.may_answer.clear()
+            assert (await w.client.post(CHAT, json=ask(max_tokens=1))).status_code == 200
+            assert len(w.decode.asked) == 1 and w.front.counts.again == 1
+            w.prefill.may_answer.set()
+
+    asyncio.run(run())
+
+
 def test_a_reply_that_ends_at_once_is_prefills_and_decode_is_let_go() -> None:
     async def run() -> None:
         async with world() as w:
@@ -265,6 +283,18 @@ def test_another_token_of_decodes_breaks_the_reply_off_where_nobody_can_go_on() 
     asyncio.run(run())
 
 
+def test_a_thought_that_prefill_called_content_is_not_gone_on_from(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.says = "reasoning"
+            got, whole = await read(w, streams())
+            assert heard(got.partition(b'data: {"error"')[0])[0] == "Fer" and not whole
+            assert w.ended("unlike") == 1 and len(w.decode.asked) == 1 and "--reasoning-parser" in caplog.text
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("breaks", ["dies", "error"])
 @pytest.mark.parametrize(
     ("path", "fields", "goes_on_from"),
@@ -290,11 +320,54 @@ def test_another_decode_server_goes_on_from_the_token(
             usage = json.loads(got.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
             assert usage == {"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15}
             again = w.decode.asked[1]
+            assert again["return_token_ids"] is True and b'token_ids":[' not in got, "those are the front end's to see"
             assert {name: again[name] for name in goes_on_from} == goes_on_from and "kv_transfer_params" not in again
             if path == CHAT:
                 assert again["messages"][-1] == {"role": "assistant", "content": "Fer"}  # type: ignore[index]
                 assert again["add_generation_prompt"] is False
             assert w.ended("gone_on") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_the_ids_of_a_reply_that_another_goes_on_from_are_those_of_one(path: str) -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.breaks, w.decode.behind = "dies", ["ry", " boat"]
+            got, _ = await read(w, streams(path, return_token_ids=True), path)
+            assert heard(got) == ("Ferry boat", [0, 0, 1], ["length"])
+            assert got.count(b'"prompt_token_ids":[') == 1 and w.ended("gone_on") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("prompt", [[*range(14), 0], [*range(12), 9], [*range(11), 0], []])
+def test_a_reply_behind_another_prompt_is_not_taken(path: str, prompt: list[int]) -> None:
+    """A template that closes a thought, a token that is another in a longer text, or one with the last, and no ids."""
+
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.breaks, w.decode.behind, w.decode.prompt_behind = "dies", ["ry", " boat"], prompt
+            asked = streams(path, **({"prompt": "A "} if path == TEXT else {}))
+            got, whole = await read(w, asked, path)
+            assert heard(got.partition(b'data: {"error"')[0])[0] == "Fer" and b'"error"' in got and not whole
+            assert w.ended("lost") == 1 and w.ended("gone_on") == 0
+
+    asyncio.run(run())
+
+
+def test_one_that_is_to_go_on_and_fails_as_it_begins_breaks_the_reply_off() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.breaks, w.decode.breaks_again = "error", True
+            got, whole = await read(w, streams())
+            assert heard(got.partition(b'data: {"error"')[0])[0] == "Fer" and b'"error"' in got and not whole
+            assert w.ended("lost") == 1 and len(w.decode.asked) == 2
 
     asyncio.run(run())
 
@@ -311,6 +384,42 @@ def test_where_no_way_leads_on_the_reply_breaks_off(breaks: str, fields: Json) -
             said, _, error = got.partition(b'data: {"error"')
             assert heard(said)[0] == "Fer" and error and not whole
             assert w.ended("lost") == 1 and len(w.decode.asked) == (1 if fields else 3)
+
+    asyncio.run(run())
+
+
+def test_a_decode_server_that_has_failed_is_no_longer_counted_as_busy() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.may_end.clear()
+            w.decode.breaks, w.decode.behind = "error", ["ry", " boat", "!"]
+            async with w.client.stream("POST", CHAT, json=streams()) as reply:
+                pieces, got = reply.aiter_bytes(), b""
+                while b"boat" not in got:
+                    got += await anext(pieces)
+                    w.decode.may_answer.set()
+                assert [server.running for server in w.front.decode] == [1], "the one that goes on"
+                w.decode.may_end.set()
+                got += b"".join([piece async for piece in pieces])
+            assert heard(got)[0] == "Ferry boat!"
+
+    asyncio.run(run())
+
+
+def test_where_no_decode_server_is_known_any_more_the_reply_breaks_off() -> None:
+    async def run() -> None:
+        async with world() as w:
+            w.decode.may_answer.clear()
+            w.decode.breaks = "error"
+            async with w.client.stream("POST", CHAT, json=streams()) as reply:
+                pieces = reply.aiter_bytes()
+                await anext(pieces)
+                w.front.decode.clear()
+                w.decode.may_answer.set()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    [piece async for piece in pieces]
+            assert w.ended("lost") == 1 and len(w.decode.asked) == 1
 
     asyncio.run(run())
 

@@ -114,6 +114,8 @@ def test_a_token_without_text_is_known_by_its_id() -> None:
         ("Hi", None, DONE),
         ("Hi", None, said(True, "H") + DONE),
         ("Hi", 5, said(True, "Hi", [6])),
+        ("Hi", 5, said(True, "Hi!")),
+        ("Hi", 5, said(True, "H", [5, 6])),
         ("Hi", None, event({"delta": {"reasoning": "Hi"}})),
         ("Hi", None, event({"delta": {"tool_calls": [{"index": 0}]}})),
         ("Hi", None, event({"index": 1, "delta": {"content": "Hi"}})),
