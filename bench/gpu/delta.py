@@ -39,11 +39,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc.aio
 import numpy as np
 import torch
-from awake import awake
 from nodes import Options, bench
 from rates import SCATTERED_LISTS, TLS, RatesActor, scattered_writes
 
@@ -56,6 +56,9 @@ from kvferry.connectors.gpu_blocks import registered
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from awake import awake
 
 MIB = 1 << 20
 LAYERS = 32
