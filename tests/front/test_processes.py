@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from kvferry.front.main import MAX_PROCESSES
-from tests.front.test_vllm_front import CHAT, FakeVllm, serving, until
+from tests.front.test_vllm_front import CHAT, FakeVllm, until
+from tests.support.http_apps import serving
 
 READY = "ready: front "
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

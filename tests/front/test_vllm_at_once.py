@@ -21,7 +21,8 @@ from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
 from kvferry.front.vllm_places import Place
 from tests.front.test_vllm_first import heard
-from tests.front.test_vllm_front import CHAT, ask, serving
+from tests.front.test_vllm_front import CHAT, ask
+from tests.support.http_apps import serving
 
 TEXT = "/v1/completions"
 Json = dict[str, object]

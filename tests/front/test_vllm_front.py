@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.front import main as front_main
-from kvferry.front.server import QuietServer, listen
 from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_app import create_app
 from kvferry.front.vllm_body import parse_body
 from kvferry.front.vllm_places import Place, parse_decode, parse_prefill
+from tests.support.http_apps import serving
 
 CHAT = "/v1/chat/completions"
 
@@ -93,19 +92,6 @@ async def until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it does not come")
-
-
-@contextlib.asynccontextmanager
-async def serving(app: object) -> AsyncIterator[str]:
-    listener = listen("127.0.0.1", 0)
-    server = QuietServer(uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1))  # type: ignore[arg-type]
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
 
 
 @dataclass
