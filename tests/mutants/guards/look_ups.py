@@ -6,24 +6,39 @@ LOANS = ("tests/daemon/core/way_back/test_loans.py",)
 LOOK_UPS = ("tests/daemon/core/way_back/test_look_ups.py",)
 SESSIONS = ("tests/daemon/peers/test_look_up_session.py",)
 _LOANS, _LOOK_UPS = "daemon/core/way_back/loans.py", "daemon/core/way_back/look_ups.py"
-_FETCHES, _HOLDS = "daemon/core/way_back/fetches.py", "daemon/core/reservations.py"
+_FETCHES = "daemon/core/way_back/fetches.py"
 
 _LENT = (
     Guard(
         "only what can be read is found",
-        _HOLDS,
-        "Holds.lock_readable",
-        "if state not in READABLE",
-        "if state < 0",
+        "daemon/core/cache.py",
+        "Cache.readable",
+        "leading_readable(self.pool.states(tree.match_pages(tree.match(digests))))",
+        "tree.match(digests).pages",
         LOANS,
     ),
-    Guard("what is gone is not lent", _LOANS, "Loans._lend", "if lock.pages < end:", "if False:", LOANS),
+    Guard(
+        "what is gone is not lent",
+        _LOANS,
+        "Loans._lend",
+        "namespace is None or self._cache.readable(namespace, ask.digests) < end:",
+        "namespace is None:",
+        LOANS,
+    ),
     Guard(
         "what was promised is not lent",
         _LOANS,
         "Loans._lend",
         "if not self._cache.fits(namespace, 0):",
         "if False:",
+        LOANS,
+    ),
+    Guard(
+        "nothing is lent while a request waits for pages",
+        _LOANS,
+        "Loans._lend",
+        "if waiting := self._waiting():",
+        "if waiting := 0:",
         LOANS,
     ),
     Guard(
