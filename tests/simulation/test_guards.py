@@ -26,7 +26,8 @@ from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry, EntryState
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
-from kvferry.daemon.core.way_back.fetches import Fetch, Fetches
+from kvferry.daemon.core.way_back.fetch import Fetch
+from kvferry.daemon.core.way_back.fetches import Fetches
 from kvferry.daemon.core.way_back.loans import Loans
 from kvferry.daemon.core.way_back.returns import Returns
 from kvferry.daemon.memory import host_tier

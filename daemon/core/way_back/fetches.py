@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
@@ -19,45 +18,13 @@ from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
 from kvferry.daemon.core.reservations import Hold
 from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
+from kvferry.daemon.core.way_back.fetch import Fetch, Offer
 from kvferry.daemon.core.way_back.look_ups import LookUps
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 
 TOO_LATE = "too_late"
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    session: int  # of the decode daemon that holds them
-    end: int  # of the pages that can be fetched
-    seconds: float  # that the fetch may take
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """One request's fetch, from its Ask until no copy of it runs."""
-
-    number: int  # of the transfer
-    entry: Entry
-    session: int
-    first_page: int
-    page_ids: tuple[int, ...]
-    began: float
-    deadline: float
-    there: bytearray  # by page, whether it has arrived
-    stopped: str = ""  # why it drains
-    blocks: frozenset[int] = frozenset()  # of an engine's, that it writes
-
-    @property
-    def end(self) -> int:
-        return self.first_page + len(self.page_ids)
-
-    @property
-    def ready(self) -> int:
-        """The first page of the prompt that has not arrived; `end`: all have."""
-        missing = self.there.find(0)
-        return self.end if missing < 0 else self.first_page + missing
 
 
 class Fetches:
@@ -87,7 +54,7 @@ class Fetches:
         self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
         self._searching: dict[Entry, float] = {}  # that wait for answers to look-ups, until when
         self._following: dict[Entry, Fetch] = {}  # that wait for another's fetch
-        self._offers: dict[Entry, _Offer] = {}  # for which engines are to name blocks
+        self._offers: dict[Entry, Offer] = {}  # for which engines are to name blocks
         self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
         self._written: set[int] = set()  # blocks of an engine's, by those
@@ -170,7 +137,8 @@ class Fetches:
     def _search(self, entry: Entry, prompt: BegunPrompt) -> bool:
         """Asks others for what the decode daemon that asks lacks, too."""
         most, had = self._most(prompt), max(self._held(entry), prompt.hold.matched, prompt.engine_held)
-        until, now = self._patient_until(prompt), self._cache.clock.now
+        now = self._cache.clock.now
+        until = min(self._patient_until(prompt), now + self.judge.patience((most - had) * self._cache.page_size))
         if had >= most or until <= now or self._leader(prompt) is not None:
             return False
         if not self.look_ups.begin(entry, prompt, most, lambda other: self.judge.worth(other, most - had, now)):
@@ -243,7 +211,7 @@ class Fetches:
         # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
         pages = gained if prompt.blocks is not None else end - prompt.hold.matched
         choice = self.judge.choose(session, pages, now, gained)
-        offer = _Offer(session, end, choice.seconds)
+        offer = Offer(session, end, choice.seconds)
         if choice.seconds > 0 and prompt.blocks is not None:
             entry.move(EntryState.OFFERED)
             self._offers[entry] = offer
@@ -286,7 +254,7 @@ class Fetches:
         self._written |= fetch.blocks
         return None
 
-    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, offer: _Offer) -> Fetch:
+    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, offer: Offer) -> Fetch:
         assert entry.fetch is None
         now, number, seconds = self._cache.clock.now, self._next, offer.seconds
         self._next += 1
@@ -378,7 +346,16 @@ class Fetches:
         self.elsewhere_tokens += tokens if fetch.session != entry.session else 0
         if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:
             self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
-        self._begin(entry)
+        if fetch.ready > fetch.first_page or not self._asker_instead(fetch, entry):
+            self._begin(entry)
+
+    def _asker_instead(self, fetch: Fetch, entry: Entry) -> bool:
+        """Whether the request, for which nothing came from another decode daemon, waits for what its own one holds."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if fetch.session == entry.session or prompt.blocks is not None or self._held(entry) <= prompt.hold.matched:
+            return False
+        return self._choose(entry, prompt, {})
 
     def _close(self, fetch: Fetch) -> None:
         """No copy of it runs."""
@@ -426,6 +403,11 @@ class Fetches:
         """The session is over, and no copy of it runs. Before its requests are failed; others' go on with what has
         arrived."""
         self._sessions.discard(session)
+        self.judge.rates.forget(session)
+        for entry in [entry for entry in self._following if entry.session == session]:
+            del self._following[entry]
+        for entry in self.look_ups.session_down(session):
+            self._end_search(entry)
         for fetch in [fetch for fetch in self._open.values() if fetch.session == session]:
             fetch.stopped = "session_ended"
             self.counters.abort(fetch.stopped)
@@ -434,6 +416,3 @@ class Fetches:
             else:
                 self._close(fetch)
                 self._resume(fetch)
-        for entry in self.look_ups.session_down(session):
-            self._end_search(entry)
-        self.judge.rates.forget(session)

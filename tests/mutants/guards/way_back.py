@@ -54,7 +54,7 @@ _CORES = (
     ),
     Guard(
         "pages behind a gap do not count",
-        _FETCHES,
+        "daemon/core/way_back/fetch.py",
         "Fetch.ready",
         "missing = self.there.find(0)",
         "missing = -1",

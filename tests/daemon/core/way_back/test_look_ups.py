@@ -249,6 +249,38 @@ def test_of_a_long_prompt_the_beginning_is_looked_up(monkeypatch: pytest.MonkeyP
     assert start.ask.pages == 2
 
 
+def test_the_asking_daemon_is_asked_where_another_refuses() -> None:
+    side = searching(held=4)
+    side.found(OTHER, FULL)
+    assert side.of(StartFetch)[0].session == OTHER
+    side.step("stopped", 1, OTHER, "refused")
+    side.step("drained", 1)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages, start.ask.digests) == (ASKER, 4, b"") and not side.told("begun")
+    side.step("stopped", 2, ASKER, "refused")
+    side.step("drained", 2)
+    assert side.matched() == 0 and side.state is EntryState.COMPUTING
+
+
+def test_what_came_before_another_refused_is_all_that_is_fetched() -> None:
+    side = searching(held=4)
+    side.found(OTHER, FULL)
+    side.step("arrived", 1, [0])
+    side.step("stopped", 1, OTHER, "refused")
+    side.step("drained", 1)
+    assert side.matched() == 1
+
+
+@pytest.mark.usefixtures("cheap")
+def test_answers_are_worth_what_they_may_add() -> None:
+    """By 3 % of what the asking daemon lacks, where that is less than what is left of the prompt's own patience."""
+    side = Looking(AUTO)
+    side.asked_for(held=4)
+    assert side.asked_whom() == [OTHER, THIRD]
+    (until,) = {wake.at for wake in side.of(WakeAt)}
+    assert until == pytest.approx(0.03 * PAGE / choice.TOKENS_PER_SECOND)
+
+
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +430,19 @@ def test_who_follows_does_not_end_with_the_first(why: str) -> None:
     side.take()
     (start,) = side.of(StartFetch)
     assert (start.session, start.ask.first_page) == (OTHER, 1)
+
+
+def test_who_follows_is_not_begun_where_its_own_session_has_ended() -> None:
+    """It is that of the fetch, too, which ends first."""
+    side = Looking()
+    side.asked_for()
+    side.found(OTHER, FULL)
+    side.another(B, "x", 0)
+    assert side.core.entries[B].state is EntryState.LOOKING
+    side.core.session_down(OTHER, 0.0)
+    side.take()
+    assert {event.begun.name.request_id for event in side.told("begun")} == {A.request_id}
+    assert B not in side.core.entries and not side.of(LookUp)
 
 
 def test_who_follows_and_ends_leaves_nothing() -> None:
