@@ -380,6 +380,7 @@ class Fetches:
             self.judge.count(Choice(NO_ASK))
             self._begin(entry)
         for entry in [entry for entry, until in self._searching.items() if until <= now]:
+            self.look_ups.timed_out(entry)
             self._end_search(entry)
         for entry in [entry for entry, until in self._short.items() if until <= now]:
             self._proceed(entry)

@@ -79,12 +79,18 @@ class LookUps:
 
     def take(self, entry: Entry) -> dict[int, int]:
         """Ends the entry's look-up, if there is one: the pages found, by session."""
-        number = next((number for number, search in self._open.items() if search.entry is entry), None)
-        if number is None:
-            return {}
-        search = self._open.pop(number)
-        self.counters.late += len(search.waits)
-        return search.found
+        number = self._number_of(entry)
+        return {} if number is None else self._open.pop(number).found
+
+    def timed_out(self, entry: Entry) -> None:
+        """No more answers are waited for: who gave none is asked last from now on."""
+        if (number := self._number_of(entry)) is not None:
+            silent = self._open[number].waits
+            self.counters.late += len(silent)
+            self._sessions.sort(key=silent.__contains__)
+
+    def _number_of(self, entry: Entry) -> int | None:
+        return next((number for number, search in self._open.items() if search.entry is entry), None)
 
     def session_down(self, session: int) -> Sequence[Entry]:
         """The session is over. Whose look-ups need no more answers for that."""

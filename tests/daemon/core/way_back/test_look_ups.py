@@ -92,7 +92,7 @@ def test_who_holds_all_is_asked_for_it_without_the_others_answers() -> None:
     side.found(OTHER, FULL)
     assert not side.of(StartFetch), "it is too late"
     counters = side.core.fetches.look_ups.counters
-    assert (counters.found, counters.nothing, counters.late, counters.pages) == (1, 0, 1, FULL)
+    assert (counters.found, counters.nothing, counters.late, counters.pages) == (1, 0, 0, FULL)
 
 
 def test_who_holds_most_is_asked_once_all_have_answered() -> None:
@@ -227,6 +227,23 @@ def test_so_many_are_asked_for_a_prompt_those_that_found_something_first(monkeyp
     side.found(3, 1)
     side.another(B, "y", 0)
     assert side.asked_whom() == [3, ASKER]
+
+
+def test_who_gives_no_answer_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ups, "MOST_ASKED", 2)
+    side = Looking(others=4)
+    side.asked_for()
+    assert side.asked_whom() == [2, 3]
+    side.found(3, 0)
+    side.core.wake(100.0)
+    side.take()
+    assert side.told("begun") and side.core.fetches.look_ups.counters.late == 1
+    side.another(B, "y", 0)
+    assert side.asked_whom() == [ASKER, 4]
+    side.core.abort(1, B, 0.0)
+    side.another(name(3), "z", 0)
+    assert side.asked_whom() == [ASKER, 4], "who was not waited for keeps its place"
+    assert side.core.fetches.look_ups.counters.late == 1
 
 
 def test_so_many_prompts_wait_for_answers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
