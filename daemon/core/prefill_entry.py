@@ -94,6 +94,7 @@ class BegunPrompt:
     begun_at: float = 0.0
     patience: wire.Patience = wire.PATIENCE_PAGES
     engine_held: int = 0  # leading full pages that its engine has itself
+    followed: bool = False  # it has waited for another's fetch
 
     @property
     def pages(self) -> list[int]:

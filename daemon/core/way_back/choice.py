@@ -146,6 +146,10 @@ class Judge:
         compute = tokens / self.speed.tokens_per_second
         return tokens >= LEAST_TOKENS and MARGIN * self._fetch_estimate(session, pages, now) <= compute
 
+    def worth_waiting(self, pages: int, seconds: float) -> bool:
+        """Whether so many pages that come for another prompt are worth a wait of so long."""
+        return self.limits.setting == ALWAYS or seconds <= pages * self.page_size / self.speed.tokens_per_second
+
     def _fetch_estimate(self, session: int, pages: int, now: float) -> float:
         return ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / self.rates.bytes_per_second(session, now)
 

@@ -98,17 +98,17 @@ class Fetches:
         if until <= self._cache.clock.now:
             self.judge.count(Choice(NO_ASK))
             return False
-        self._wait(entry, self._looking, until)
+        self._looking[entry] = until
+        self._wait(entry, until)
         return True
 
     def _patient_until(self, prompt: BegunPrompt) -> float:
         had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
         return prompt.begun_at + self.judge.patience(prompt.tokens - had)
 
-    def _wait(self, entry: Entry, those: dict[Entry, float], until: float) -> None:
+    def _wait(self, entry: Entry, until: float) -> None:
         if entry.state is not EntryState.LOOKING:
             entry.move(EntryState.LOOKING)
-        those[entry] = until
         self._outbox.put(WakeAt(until))
 
     def asked(self, entry: Entry) -> None:
@@ -143,7 +143,8 @@ class Fetches:
             return False
         if not self.look_ups.begin(entry, prompt, most, lambda other: self.judge.worth(other, most - had, now)):
             return False
-        self._wait(entry, self._searching, until)
+        self._searching[entry] = until
+        self._wait(entry, until)
         return True
 
     def _held(self, entry: Entry) -> int:
@@ -154,32 +155,38 @@ class Fetches:
 
     def _leader(self, prompt: BegunPrompt) -> Fetch | None:
         """The fetch that brings the next pages of the prompt for another one: all that it brings, or all that this
-        could have. One with which it has only a beginning in common may take long for the rest."""
-        if not prompt.keep:
+        could have. One with which it has only a beginning in common may take long for the rest. Who has waited so
+        neither waits again nor is waited for: nobody waits for a row of fetches."""
+        if not prompt.keep or prompt.followed:
             return None
         for fetch in self._open.values():
-            theirs, last = fetch.entry.prompt, min(fetch.end, self._most(prompt)) - 1
-            if theirs is None or not theirs.keep or fetch.stopped or fetch.entry.state is not EntryState.FETCHING:
+            theirs, end = fetch.entry.prompt, min(fetch.end, self._most(prompt))
+            if theirs is None or not theirs.keep or theirs.followed or fetch.stopped:
                 continue
-            digest = slice(last * DIGEST_BYTES, (last + 1) * DIGEST_BYTES)
+            if fetch.entry.state is not EntryState.FETCHING:
+                continue
+            digest = slice((end - 1) * DIGEST_BYTES, end * DIGEST_BYTES)
             same = theirs.hold.namespace is prompt.hold.namespace and theirs.digests[digest] == prompt.digests[digest]
-            if same and fetch.first_page <= prompt.hold.matched <= last:
+            gained = end - max(prompt.hold.matched, prompt.engine_held)
+            worth = gained > 0 and self.judge.worth_waiting(gained, fetch.deadline - prompt.begun_at)
+            if same and worth and fetch.first_page <= prompt.hold.matched:
                 return fetch
         return None
 
-    def _resume(self, leader: Fetch) -> None:
-        """The fetch is over: those that waited for it have what it brought, and may want more."""
-        for entry in [entry for entry, fetch in self._following.items() if fetch is leader]:
-            del self._following[entry]
-            prompt = entry.prompt
-            assert prompt is not None
-            given_up = self._lengthen(prompt.hold)
-            prompt.private = prompt.private[len(given_up) :]
-            prompt.tree_pages = prompt.pages_ready = prompt.hold.matched
-            prompt.computed = prompt.hold.matched * self._cache.page_size
-            self.followed_tokens += len(given_up) * self._cache.page_size
-            if not self._lacks(prompt) or not self._look_around(entry, prompt):
-                self._begin(entry)
+    def _followers(self, leader: Fetch) -> list[tuple[Entry, BegunPrompt]]:
+        return [(each, each.prompt) for each, fetch in self._following.items() if fetch is leader and each.prompt]
+
+    def _resume(self, entry: Entry, prompt: BegunPrompt) -> None:
+        """The fetch that the request waited for brings nothing more to it: it has what was brought, and may want
+        more."""
+        del self._following[entry]
+        given_up = self._lengthen(prompt.hold)
+        prompt.private = prompt.private[len(given_up) :]
+        prompt.tree_pages = prompt.pages_ready = prompt.hold.matched
+        prompt.computed = prompt.hold.matched * self._cache.page_size
+        self.followed_tokens += len(given_up) * self._cache.page_size
+        if not self._lacks(prompt) or not self._look_around(entry, prompt):
+            self._begin(entry)
 
     def _lacks(self, prompt: BegunPrompt) -> bool:
         """Whether there is any page that would not have to be computed."""
@@ -193,8 +200,8 @@ class Fetches:
         """Whether the request waits for a fetch. `found`: pages that other decode daemons hold, by session."""
         assert entry.session is not None
         if (leader := self._leader(prompt)) is not None:
-            self._wait(entry, {}, leader.deadline)
-            self._following[entry] = leader
+            self._wait(entry, leader.deadline)
+            self._following[entry], prompt.followed = leader, True
             return True
         if entry.session not in self._sessions and not found:
             self.judge.count(Choice(NO_SESSION))
@@ -298,6 +305,9 @@ class Fetches:
         prompt.pages_ready, prompt.computed = fetch.ready, fetch.ready * self._cache.page_size
         if prompt.keep:
             self._publish(prompt, fetch.ready)
+        for follower, theirs in self._followers(fetch):
+            if self._most(theirs) <= fetch.ready:
+                self._resume(follower, theirs)
 
     def completed(self, number: int) -> None:
         """Every page has arrived; the receiver knows the transfer no more."""
@@ -334,7 +344,8 @@ class Fetches:
             self._go_on(fetch, entry)
         else:
             self._settle(entry)
-        self._resume(fetch)
+        for follower in self._followers(fetch):
+            self._resume(*follower)
 
     def _go_on(self, fetch: Fetch, entry: Entry) -> None:
         """The request has what has arrived."""
@@ -416,4 +427,5 @@ class Fetches:
                 self._over(fetch)
             else:
                 self._close(fetch)
-                self._resume(fetch)
+                for follower in self._followers(fetch):
+                    self._resume(*follower)

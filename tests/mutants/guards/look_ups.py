@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 
 LOANS = ("tests/daemon/core/way_back/test_loans.py",)
 LOOK_UPS = ("tests/daemon/core/way_back/test_look_ups.py",)
+FOLLOW = ("tests/daemon/core/way_back/test_follow.py",)
 SESSIONS = ("tests/daemon/peers/test_look_up_session.py",)
 _LOANS, _LOOK_UPS = "daemon/core/way_back/loans.py", "daemon/core/way_back/look_ups.py"
 _FETCHES = "daemon/core/way_back/fetches.py"
@@ -139,17 +140,17 @@ _ASKED = (
         "a prompt waits for what is its own alone",
         _FETCHES,
         "Fetches._leader",
-        "min(fetch.end, self._most(prompt)) - 1",
-        "prompt.hold.matched",
-        LOOK_UPS,
+        "min(fetch.end, self._most(prompt))",
+        "prompt.hold.matched + 1",
+        FOLLOW,
     ),
     Guard(
         "who waited for another's fetch goes on behind it",
         _FETCHES,
         "Fetches._over",
-        "self._resume(fetch)",
+        "self._resume(*follower)",
         "pass",
-        LOOK_UPS,
+        FOLLOW,
     ),
     Guard(
         "pages that are given up are nobody's",
@@ -157,7 +158,31 @@ _ASKED = (
         "Fetches._resume",
         "prompt.private = prompt.private[len(given_up) :]",
         "pass",
-        LOOK_UPS,
+        FOLLOW,
+    ),
+    Guard(
+        "nobody waits for a row of fetches",
+        _FETCHES,
+        "Fetches._leader",
+        "theirs.followed",
+        "False",
+        FOLLOW,
+    ),
+    Guard(
+        "who would compute it sooner does not wait",
+        _FETCHES,
+        "Fetches._leader",
+        "gained > 0 and self.judge.worth_waiting(gained, fetch.deadline - prompt.begun_at)",
+        "gained > 0",
+        FOLLOW,
+    ),
+    Guard(
+        "look-ups do not break a session off",
+        "daemon/peers/sending.py",
+        "SendingSession.look_up",
+        "if self._outgoing_bytes <= OUTGOING_BYTES // 4:",
+        "if True:",
+        SESSIONS,
     ),
 )
 

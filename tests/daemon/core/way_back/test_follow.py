@@ -7,10 +7,13 @@ import pytest
 from kvferry.daemon.core.effects import LookUp, StartFetch
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.prefill_entry import EntryState
+from kvferry.daemon.core.way_back.choice import AUTO
 from kvferry.radix.digests import DIGEST_BYTES
 from tests.daemon.core.way_back.test_fetches import FULL, A, B
-from tests.daemon.core.way_back.test_look_ups import ASKER, OTHER, THIRD, Looking, searching
-from tests.regressions.request_cores import PAGE, digests
+from tests.daemon.core.way_back.test_look_ups import ASKER, OTHER, THIRD, Looking, cheap, searching
+from tests.regressions.request_cores import PAGE, digests, name
+
+__all__ = ["cheap"]  # the fixture
 
 
 def followed(pages: int = FULL, held: int = FULL) -> Looking:
@@ -26,8 +29,9 @@ def test_what_is_being_fetched_is_fetched_once() -> None:
     side = followed()
     free = side.cache.pool.free
     side.step("arrived", 1, list(range(FULL)))
+    told = side.told("begun")
     side.step("completed", 1)
-    begun = {event.begun.name.request_id: event.begun for event in side.told("begun")}
+    begun = {event.begun.name.request_id: event.begun for event in told + side.told("begun")}
     a, b = begun[A.request_id], begun[B.request_id]
     assert a.matched_tokens == b.matched_tokens == FULL * PAGE
     assert list(a.pages[:FULL]) == list(b.pages[:FULL]) and a.pages[FULL] != b.pages[FULL]
@@ -71,8 +75,9 @@ def test_who_looked_it_up_meanwhile_follows() -> None:
     side.found(THIRD, FULL, 2)
     assert not side.of(StartFetch) and side.core.entries[B].state is EntryState.LOOKING
     side.step("arrived", 1, list(range(FULL)))
+    assert len(side.told("begun")) == 1
     side.step("completed", 1)
-    assert len(side.told("begun")) == 2
+    assert len(side.told("begun")) == 1
 
 
 @pytest.mark.parametrize("why", ["aborted", "session"])
@@ -110,3 +115,50 @@ def test_who_follows_and_ends_leaves_nothing() -> None:
     side.step("arrived", 1, list(range(FULL)))
     side.step("completed", 1)
     assert len(side.told("begun")) == 1
+
+
+def test_who_has_all_that_it_could_have_does_not_wait_for_the_end() -> None:
+    side = followed(pages=3)
+    side.step("arrived", 1, [0, 1])
+    assert not side.told("begun")
+    side.step("arrived", 1, [2])
+    (event,) = side.told("begun")
+    assert event.begun.name.request_id == B.request_id and event.begun.matched_tokens == 3 * PAGE
+    assert side.state is EntryState.FETCHING
+
+
+def test_who_has_waited_for_one_fetch_waits_for_no_other() -> None:
+    """Nor does anybody wait for its own."""
+    side = followed()
+    third = name(3)
+    side.another(third, "x", FULL)
+    assert side.core.entries[third].state is EntryState.LOOKING and not side.of(StartFetch)
+    side.step("stopped", 1, ASKER, "refused")
+    side.step("drained", 1)
+    starts = [Name(start.ask.name.request_id, 1) for start in side.of(StartFetch)]
+    assert starts == [B, third]
+    side.another(name(4), "x", FULL)
+    assert len(side.of(StartFetch)) == 1
+
+
+def test_what_the_engine_holds_itself_is_not_waited_for() -> None:
+    side = Looking()
+    side.asked_for(held=3)
+    for session in (OTHER, THIRD):
+        side.found(session, 0)
+    assert side.of(StartFetch)
+    side.another(B, "x", 0, engine=3)
+    assert side.asked_whom() == [ASKER, THIRD], "the fetch brings the first three"
+    side.another(name(3), "x", 0, engine=2)
+    assert side.core.entries[name(3)].state is EntryState.LOOKING and not side.of(LookUp)
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize(("pages", "waits"), [(1, False), (2, True)])
+def test_who_would_compute_it_sooner_does_not_wait(pages: int, waits: bool) -> None:
+    """The fetch may take a quarter of the time in which its five pages would be computed."""
+    side = Looking(AUTO)
+    side.asked_for(FULL)
+    assert side.of(StartFetch)
+    side.another(B, "x", 0, pages)
+    assert (B in {entry.name for entry in side.core.fetches._following}) is waits

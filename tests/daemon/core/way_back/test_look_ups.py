@@ -33,10 +33,14 @@ class Looking(Fetching):
         self.ask_a(held, now=now)
         self.begin_a(now=now)
 
-    def another(self, number: Name, prompt: str, held: int, pages: int = FULL) -> None:
-        """Of pages of the prompt, which OTHER's daemon asks for."""
+    def another(self, number: Name, prompt: str, held: int, pages: int = FULL, engine: int = 0) -> None:
+        """Of pages of the prompt, which OTHER's daemon asks for. `engine`: those that its engine has itself."""
         begin = wire.Begin(
-            name=number.to_proto(), digests=digests(prompt, pages), tokens=pages * PAGE + 1, tail_digest=TAIL
+            name=number.to_proto(),
+            digests=digests(prompt, pages),
+            tokens=pages * PAGE + 1,
+            tail_digest=TAIL,
+            held_tokens=engine * PAGE,
         )
         ask = peer.Ask(
             transfer=int.from_bytes(number.request_id, "big"),
@@ -368,105 +372,3 @@ def test_who_ends_while_answers_are_waited_for_leaves_nothing(who: str) -> None:
     side.core.wake(100.0)
     side.found(OTHER, FULL)
     assert A not in side.core.entries and side.cache.locks == 0 and not side.told("begun")
-
-
-# -- single flight -------------------------------------------------------------------------------------------------
-
-
-def followed(pages: int = FULL, held: int = FULL) -> Looking:
-    """A fetches all of `x`, and B, of so many pages of it, waits for that."""
-    side = Looking()
-    side.asked_for(FULL)
-    side.another(B, "x", held, pages)
-    assert side.core.entries[B].state is EntryState.LOOKING and not (side.of(StartFetch) or side.of(LookUp))
-    return side
-
-
-def test_what_is_being_fetched_is_fetched_once() -> None:
-    side = followed()
-    free = side.cache.pool.free
-    side.step("arrived", 1, list(range(FULL)))
-    side.step("completed", 1)
-    begun = {event.begun.name.request_id: event.begun for event in side.told("begun")}
-    a, b = begun[A.request_id], begun[B.request_id]
-    assert a.matched_tokens == b.matched_tokens == FULL * PAGE
-    assert list(a.pages[:FULL]) == list(b.pages[:FULL]) and a.pages[FULL] != b.pages[FULL]
-    assert side.cache.pool.free == free + FULL, "its own pages are free again"
-    fetches = side.core.fetches
-    assert (fetches.counters.opened, fetches.fetched_tokens, fetches.followed_tokens) == (1, FULL * PAGE, FULL * PAGE)
-    for session, each in ((ASKER, A), (OTHER, B)):
-        side.core.abort(1, each, 0.0)
-        side.core.send_ended(session, int.from_bytes(each.request_id, "big"), 0.0)
-    side.take()
-    counts = side.cache.pool.counts()
-    assert side.cache.locks == 0 and counts.leased == 0 and counts.cached == FULL
-
-
-def test_who_follows_fetches_what_is_lacking_then() -> None:
-    side = followed()
-    side.step("arrived", 1, [0, 1])
-    side.step("stopped", 1, ASKER, "refused")
-    side.step("drained", 1)
-    (start,) = side.of(StartFetch)
-    assert (start.session, start.ask.first_page, start.ask.pages) == (OTHER, 2, 3)
-    assert Name(start.ask.name.request_id, 1) == B
-
-
-def test_a_prompt_that_has_only_a_beginning_in_common_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Looking()
-    side.asked_for(FULL)
-    whole = digests("x", 2) + digests("y", FULL)[2 * DIGEST_BYTES :]
-    monkeypatch.setattr("tests.daemon.core.way_back.test_look_ups.digests", lambda prompt, pages: whole)
-    side.another(B, "x", FULL)
-    (start,) = side.of(StartFetch)
-    assert start.session == OTHER
-
-
-def test_who_looked_it_up_meanwhile_follows() -> None:
-    side = searching()
-    side.another(B, "x", 0)
-    assert side.asked_whom() == [ASKER, THIRD]
-    side.found(THIRD, FULL, 1)
-    assert len(side.of(StartFetch)) == 1
-    side.found(THIRD, FULL, 2)
-    assert not side.of(StartFetch) and side.core.entries[B].state is EntryState.LOOKING
-    side.step("arrived", 1, list(range(FULL)))
-    side.step("completed", 1)
-    assert len(side.told("begun")) == 2
-
-
-@pytest.mark.parametrize("why", ["aborted", "session"])
-def test_who_follows_does_not_end_with_the_first(why: str) -> None:
-    side = followed()
-    side.step("arrived", 1, [0])
-    if why == "aborted":
-        side.core.abort(1, A, 0.0)
-        side.core.fetch_drained(1, 0.0)
-    else:
-        side.core.session_down(ASKER, 0.0)
-    side.take()
-    (start,) = side.of(StartFetch)
-    assert (start.session, start.ask.first_page) == (OTHER, 1)
-
-
-def test_who_follows_is_not_begun_where_its_own_session_has_ended() -> None:
-    """It is that of the fetch, too, which ends first."""
-    side = Looking()
-    side.asked_for()
-    side.found(OTHER, FULL)
-    side.another(B, "x", 0)
-    assert side.core.entries[B].state is EntryState.LOOKING
-    side.core.session_down(OTHER, 0.0)
-    side.take()
-    assert {event.begun.name.request_id for event in side.told("begun")} == {A.request_id}
-    assert B not in side.core.entries and not side.of(LookUp)
-
-
-def test_who_follows_and_ends_leaves_nothing() -> None:
-    side = followed()
-    side.core.abort(1, B, 0.0)
-    side.take()
-    assert B not in side.core.entries
-    side.step("arrived", 1, list(range(FULL)))
-    side.step("completed", 1)
-    assert len(side.told("begun")) == 1
