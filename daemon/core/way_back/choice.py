@@ -146,6 +146,11 @@ class Judge:
         compute = tokens / self.speed.tokens_per_second
         return tokens >= LEAST_TOKENS and MARGIN * self._fetch_estimate(session, pages, now) <= compute
 
+    def seconds(self, session: int, fetched: int, computed: int, now: float) -> float:
+        """The estimate of fetching so many pages from the session and computing so many behind them."""
+        compute = computed * self.page_size / self.speed.tokens_per_second
+        return self._fetch_estimate(session, fetched, now) + compute
+
     def worth_waiting(self, pages: int, seconds: float) -> bool:
         """Whether so many pages that come for another prompt are worth a wait of so long."""
         return self.limits.setting == ALWAYS or seconds <= pages * self.page_size / self.speed.tokens_per_second

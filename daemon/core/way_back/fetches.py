@@ -206,18 +206,24 @@ class Fetches:
         if entry.session not in self._sessions and not found:
             self.judge.count(Choice(NO_SESSION))
             return False
-        now = self._cache.clock.now
-        held = {**found, entry.session: self._held(entry)}
-        rate = self.judge.rates.bytes_per_second
-        session = max(held, key=lambda each: (held[each], each == entry.session, rate(each, now)))
-        end = min(held[session], self._most(prompt))
-        gained = end - max(prompt.hold.matched, prompt.engine_held)
-        if gained < 1:
+        now, most = self._cache.clock.now, self._most(prompt)
+        ends = {each: min(end, most) for each, end in {**found, entry.session: self._held(entry)}.items()}
+        had = max(prompt.hold.matched, prompt.engine_held)
+        # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
+        first = had if prompt.blocks is not None else prompt.hold.matched
+        longer = [each for each, end in ends.items() if end > had]
+        if not longer:
             self.judge.count(Choice(NOT_HELD))
             return False
-        # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
-        pages = gained if prompt.blocks is not None else end - prompt.hold.matched
-        choice = self.judge.choose(session, pages, now, gained)
+
+        def seconds(session: int) -> tuple[float, bool]:
+            """Until the engine could have it all; at equal times the asking daemon comes first."""
+            end = ends[session]
+            return self.judge.seconds(session, end - first, most - end, now), session != entry.session
+
+        session = min(longer, key=seconds)
+        end = ends[session]
+        choice = self.judge.choose(session, end - first, now, end - had)
         offer = Offer(session, end, choice.seconds)
         if choice.seconds > 0 and prompt.blocks is not None:
             entry.move(EntryState.OFFERED)

@@ -36,8 +36,8 @@ class _Loan:
 
 
 class Loans:
-    """counters: of all that goes back. waiting: requests of the daemon that wait for admission. closed: namespaces of
-    which nothing is told or lent."""
+    """counters: of all that goes back. waiting: requests of the daemon that wait for admission. excluded: namespaces
+    of which nothing is told or lent."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Loans:
         holds: Holds,
         counters: TransferCounters,
         waiting: Callable[[], int],
-        closed: Container[bytes],
+        excluded: Container[bytes],
     ) -> None:
         self.look_ups = LookUpCounters()
         self._cache = cache
@@ -54,7 +54,7 @@ class Loans:
         self._holds = holds
         self._counters = counters
         self._waiting = waiting
-        self._closed = closed
+        self._excluded = excluded
         self._open: dict[tuple[int, int], _Loan] = {}  # by (session, transfer)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Loans:
         return None
 
     def _open_namespace(self, namespace_id: bytes) -> Namespace | None:
-        return None if namespace_id in self._closed else self._cache.namespaces.get(namespace_id)
+        return None if namespace_id in self._excluded else self._cache.namespaces.get(namespace_id)
 
     def look(self) -> None:
         """Ends what is past its deadline. After every step."""

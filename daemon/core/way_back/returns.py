@@ -48,11 +48,11 @@ class _Return:
 
 class Returns:
     def __init__(
-        self, cache: Cache, outbox: Outbox, holds: Holds, waiting: Callable[[], int], closed: Container[bytes]
+        self, cache: Cache, outbox: Outbox, holds: Holds, waiting: Callable[[], int], excluded: Container[bytes]
     ) -> None:
-        """waiting, closed: see `Loans`."""
+        """waiting, excluded: see `Loans`."""
         self.counters = TransferCounters()
-        self.loans = Loans(cache, outbox, holds, self.counters, waiting, closed)
+        self.loans = Loans(cache, outbox, holds, self.counters, waiting, excluded)
         self._cache = cache
         self._outbox = outbox
         self._open: dict[tuple[int, int], _Return] = {}  # by (session, transfer)

@@ -113,6 +113,16 @@ def test_who_holds_most_is_asked_once_all_have_answered() -> None:
     assert fetches.elsewhere_tokens == fetches.fetched_tokens == 3 * PAGE
 
 
+@pytest.mark.parametrize(("rate", "session"), [(1e9, OTHER), (1e5, ASKER)])
+def test_who_is_slow_is_not_asked_for_one_page_more(rate: float, session: int) -> None:
+    """A page is computed in 0.4 ms."""
+    side = searching(held=4)
+    side.core.fetches.judge.rates.measured(OTHER, int(rate), 1.0, 0.0)
+    side.core.fetches.judge.rates.measured(ASKER, 10**9, 1.0, 0.0)
+    side.found(OTHER, FULL)
+    assert [start.session for start in side.of(StartFetch)] == [session]
+
+
 def test_the_asking_daemon_goes_before_one_that_holds_as_much() -> None:
     side = searching(held=2)
     side.found(OTHER, 2)
