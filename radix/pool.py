@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry import _core
 from kvferry._core import HeldIndex, PoolExhausted
 
-__all__ = ["READABLE", "HeldIndex", "PagePool", "PageState", "PoolCounts", "PoolExhausted"]
+__all__ = ["HeldIndex", "PagePool", "PageState", "PoolCounts", "PoolExhausted", "leading_readable"]
 
 
 class PageState(enum.IntEnum):
@@ -30,7 +30,12 @@ class PageState(enum.IntEnum):
 
 
 _STATES = tuple(PageState)
-READABLE = (PageState.CACHED, PageState.SPILLING)  # of the device's pages in a tree
+_READABLE = bytes((PageState.CACHED, PageState.SPILLING))  # of the device's pages in a tree
+
+
+def leading_readable(states: bytes) -> int:
+    """Guard: device pages before the first whose bytes cannot be read, by the states of a path in order."""
+    return len(states) - len(states.lstrip(_READABLE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,10 @@ using TreeClass = nb::class_<TreeObject>;
 void bind_paths(TreeClass& tree) {
   using namespace nb::literals;
   tree.def("match", &match, "digests"_a, "The longest held prefix, on either tier. Changes nothing.")
+      .def("match_pages",
+           [](const TreeObject& self, const Match& match) { return list_of(self.tree.match_pages(match)); }, "match"_a, R"(
+           Device page ids of the match, in order: `match.device_pages` of them. It must be of this tree as it is now.
+           Changes nothing.)")
       .def("lock", &lock, "match"_a, "priority"_a = 0, R"(
            Holds the matched path. The match must be of this tree as it is now. A node's priority is the least given.)")
       .def("unlock", [](TreeObject& self, LockObject& lock) { self.tree.unlock(lock.lock); }, "lock"_a,

@@ -36,6 +36,16 @@ Match RadixTree::match(const uint8_t* digests, uint32_t n) const {
   return {node, node->size, at, device, version_};
 }
 
+PageIds RadixTree::match_pages(const Match& match) const {
+  check_that(match.version == version_, "the tree has changed since this match");
+  PageIds pages(match.device_pages);
+  uint32_t n = match.offset;
+  for (const Node* step = match.node; step != &root_; step = step->parent, n = step->size) {
+    if (step->on_device()) std::copy_n(step->device.get(), n, pages.begin() + step->depth);
+  }
+  return pages;
+}
+
 // -- locks --------------------------------------------------------------------------------------------------------------
 
 Lock RadixTree::lock(const Match& match, int32_t priority) {

@@ -100,6 +100,7 @@ class RadixTree {
 
   // radix_tree.cpp
   Match match(const uint8_t* digests, uint32_t n) const;
+  PageIds match_pages(const Match& match) const;
   Lock lock(const Match& match, int32_t priority);
   void unlock(Lock& lock);
   void relock(Lock& lock, const Match& longer);

@@ -17,7 +17,7 @@ from kvferry.daemon.core.eviction import Eviction
 from kvferry.daemon.core.kv_events import KvEventLog, TokenChain
 from kvferry.daemon.core.namespaces import Namespace, Quota, slack, soft_pages
 from kvferry.daemon.core.tier_copies import TierCopies
-from kvferry.radix.pool import HeldIndex, PagePool, PageState
+from kvferry.radix.pool import HeldIndex, PagePool, PageState, leading_readable
 from kvferry.radix.tree import Clock, Lock, PagedRadixTree, Policy
 
 MAX_NAMESPACES = 64
@@ -140,6 +140,11 @@ class Cache:
     def available(self) -> int:
         """Pages that could still be promised to a namespace without quotas."""
         return max(0, self._slack())
+
+    def readable(self, namespace: Namespace, digests: bytes) -> int:
+        """Leading pages of these that lie on the device and can be read now. Changes nothing."""
+        tree = namespace.tree
+        return leading_readable(self.pool.states(tree.match_pages(tree.match(digests))))
 
     def fits(self, namespace: Namespace, pages: int) -> bool:
         """Whether `pages` more can be promised to it with every promise kept. Ask again after locking."""

@@ -43,7 +43,8 @@ class DecodeCore:
         self._outbox = Outbox(cache)
         self._arrivals: Arrivals[Lease] = Arrivals()
         self._holds = Holds(cache, self._arrivals)
-        self._returns = Returns(cache, self._outbox, self._holds, limits.closed_namespaces)
+        closed = limits.closed_namespaces
+        self._returns = Returns(cache, self._outbox, self._holds, lambda: self.waiting_requests, closed)
         self._asks = Asks(cache.page_size, cache.clock, self._outbox.put, self._returns.held)
         self._take_overs = TakeOvers(self._arrivals, self._asks)
         self._keeper = LeaseKeeper(cache, limits, self._outbox, self._arrivals, self._holds, self._asks, self._returns)

@@ -10,7 +10,6 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import exhausted, not_found
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import READABLE
 from kvferry.radix.tree import Lock
 
 MAX_PINS = 1024
@@ -55,18 +54,14 @@ class Pins:
         if len(self._pins) >= MAX_PINS:
             raise exhausted(f"{len(self._pins)} pins are held; the bound is {MAX_PINS}")
         tree = namespace.tree
-        lock = tree.lock(tree.match(digests))
-        states = self._cache.pool.states(tree.path_pages(lock))
-        readable = next((i for i, state in enumerate(states) if state not in READABLE), lock.pages)
-        if readable < lock.pages:
-            shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
-            tree.unlock(lock)
-            lock = shorter
-        if lock.pages == 0:
-            tree.unlock(lock)
+        match = tree.match(digests)
+        if (readable := self._cache.readable(namespace, digests)) < match.device_pages:
+            match = tree.match(digests[: readable * DIGEST_BYTES])
+        if match.pages == 0:
             raise not_found(
                 f"nothing of this prompt is held; digests must be of pages of {self._cache.page_size} tokens"
             )
+        lock = tree.lock(match)
         if not self._cache.fits(namespace, 0):
             pages = lock.pages
             tree.unlock(lock)

@@ -46,7 +46,8 @@ _MOVES: dict[EntryState, tuple[EntryState, ...]] = {
     EntryState.RESTORING: (EntryState.PARKED, EntryState.WAITING, *_BEGINS, *_ENDS),
     EntryState.LOOKING: (EntryState.OFFERED, EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
     EntryState.OFFERED: (EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
-    EntryState.FETCHING: (EntryState.COMPUTING, *_ENDS),
+    # Back, where another decode daemon sent nothing.
+    EntryState.FETCHING: (EntryState.LOOKING, EntryState.FETCHING, EntryState.COMPUTING, *_ENDS),
     EntryState.COMPUTING: (EntryState.COMPUTED, EntryState.FAILED, EntryState.ABORTED),
     EntryState.COMPUTED: (EntryState.SERVED, EntryState.RECEIVED, *_ENDS),
     EntryState.SERVED: (EntryState.RECEIVED, EntryState.YIELDED, *_ENDS),
@@ -93,6 +94,7 @@ class BegunPrompt:
     begun_at: float = 0.0
     patience: wire.Patience = wire.PATIENCE_PAGES
     engine_held: int = 0  # leading full pages that its engine has itself
+    followed: bool = False  # it has waited for another's fetch
 
     @property
     def pages(self) -> list[int]:

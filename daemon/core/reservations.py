@@ -20,7 +20,7 @@ from kvferry.daemon.core.admission_queue import Admission, AdmissionQueue, Waiti
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import READABLE, PageState
+from kvferry.radix.pool import PageState
 from kvferry.radix.tree import Lock
 
 
@@ -141,16 +141,9 @@ class Holds:
         return self._arriving.abandoned(namespace.tree.path_pages(lock))
 
     def lock_readable(self, namespace: Namespace, digests: bytes) -> Lock:
-        """Guard: locks the leading pages of these that lie on the device and can be read."""
-        tree = namespace.tree
-        lock = tree.lock(tree.match(digests))
-        states = self._cache.pool.states(tree.path_pages(lock))
-        readable = next((i for i, state in enumerate(states) if state not in READABLE), len(states))
-        if readable == lock.pages:
-            return lock
-        shorter = tree.lock(tree.match(digests[: readable * DIGEST_BYTES]))
-        self.unlock(namespace, lock)
-        return shorter
+        """Locks the leading pages of these that lie on the device and can be read."""
+        readable = self._cache.readable(namespace, digests)
+        return namespace.tree.lock(namespace.tree.match(digests[: readable * DIGEST_BYTES]))
 
     def lengthen(self, hold: Hold) -> list[int]:
         """Has what came to the tree since the hold claimed its pages take the place of as many of its own behind its

@@ -15,7 +15,7 @@ from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.memory.interface import PartCopies
 from kvferry.daemon.peers.receiving import Receiving
-from kvferry.daemon.peers.session import Session, SessionBroken, SessionMeters, SessionSetup
+from kvferry.daemon.peers.session import OUTGOING_BYTES, Session, SessionBroken, SessionMeters, SessionSetup
 from kvferry.proto import peer_pb2 as peer
 from kvferry.transfer.courier.link import CourierLink
 from kvferry.transfer.courier.messages import Notification, PostDone
@@ -241,3 +241,9 @@ class SendingSession(Session):
             events=events,
             lanes=setup.lanes,
         )
+
+    def look_up(self, message: peer.Lookup) -> None:
+        """Sends it, unless so much waits for the peer that look-ups could break the session off: then no answer
+        comes."""
+        if self._outgoing_bytes <= OUTGOING_BYTES // 4:
+            self.send(peer.PeerMessage(lookup=message))

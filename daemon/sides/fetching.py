@@ -49,7 +49,7 @@ class PrefillFetches:
         fetching = None if session is None else session.fetching
         if isinstance(effect, LookUp):
             if session is not None:
-                session.send(peer.PeerMessage(lookup=effect.message))
+                session.look_up(effect.message)
         elif isinstance(effect, StartFetch):
             if fetching is not None:  # else its session is over, and the core knows
                 fetching.ask(effect.ask, effect.page_ids)

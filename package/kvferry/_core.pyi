@@ -1113,6 +1113,12 @@ class PagedRadixTree:
     def match(self, digests: Digests) -> Match:
         """The longest held prefix, on either tier. Changes nothing."""
 
+    def match_pages(self, match: Match) -> list[int]:
+        """
+        Device page ids of the match, in order: `match.device_pages` of them. It must be of this tree as it is now.
+        Changes nothing.
+        """
+
     def lock(self, match: Match, priority: int = 0) -> Lock:
         """
         Holds the matched path. The match must be of this tree as it is now. A node's priority is the least given.

@@ -291,3 +291,13 @@ def test_trees_need_two_pools() -> None:
     pool = PagePool(4)
     with pytest.raises(ValueError, match="host: the same pool"):
         PagedRadixTree(pool, pool)
+
+
+def test_the_pages_of_a_match_are_those_on_the_device(world: TwoTiers) -> None:
+    pages = world.put("abcd")
+    world.spill(2)
+    for path in ("ab", "abc", "abcde"):
+        match = world.tree.match(chain(path))
+        assert match.pages == min(len(path), 4) and world.tree.match_pages(match) == pages[:2]
+    world.spill(2)
+    assert world.tree.match_pages(world.tree.match(chain("abcd"))) == []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry._core import HeldIndexReader
-from kvferry.radix.pool import HeldIndex, PagePool, PageState, PoolExhausted
+from kvferry.radix.pool import HeldIndex, PagePool, PageState, PoolExhausted, leading_readable
 
 
 def test_starts_free() -> None:
@@ -336,3 +336,10 @@ def test_growth_between_takes_and_frees_keeps_runs_and_counts(steps: list[tuple[
         del held[:freed]
         pool.check()
         assert pool.counts().leased == len(held)
+
+
+def test_what_can_be_read_ends_with_the_first_page_that_cannot() -> None:
+    readable = [PageState.CACHED, PageState.SPILLING, PageState.CACHED]
+    assert leading_readable(b"") == 0 and leading_readable(bytes(readable)) == 3
+    for state in set(PageState) - set(readable):
+        assert leading_readable(bytes([*readable, state, PageState.CACHED])) == 3

@@ -39,6 +39,21 @@ def test_match_is_the_longest_prefix_and_changes_nothing(world: OneTier, path: s
     assert (world.tree.nodes, world.tree.pages) == (1, 6)
 
 
+def test_the_pages_of_a_match_are_those_that_a_lock_would_hold(world: OneTier) -> None:
+    pages = world.put("abcdef")
+    branch = world.put("abcxy", start=3)
+    for path in ("", "z", "a", "abcd", "abcdefg", "abcx", "abcxyz"):
+        match = world.tree.match(chain(path))
+        theirs = pages[:3] + branch if path.startswith("abcx") else pages
+        assert world.tree.match_pages(match) == theirs[: match.pages]
+    nodes, match = world.tree.nodes, world.tree.match(chain("abcde"))
+    lock = world.tree.lock(match)
+    assert world.tree.nodes == nodes + 1 and world.tree.path_pages(lock) == pages[:5]
+    with pytest.raises(AssertionError, match="the tree has changed since this match"):
+        world.tree.match_pages(match)
+    world.tree.unlock(lock)
+
+
 def test_match_in_a_long_node(world: OneTier) -> None:
     world = OneTier(300)
     path = "".join(chr(1000 + i) for i in range(257))

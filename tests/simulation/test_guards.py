@@ -26,7 +26,8 @@ from kvferry.daemon.core.prefill_entries import EntryKeeper
 from kvferry.daemon.core.prefill_entry import Entry, EntryState
 from kvferry.daemon.core.reservations import Hold, Holds
 from kvferry.daemon.core.single_flight import Arrivals, WaiterT
-from kvferry.daemon.core.way_back.fetches import Fetch, Fetches
+from kvferry.daemon.core.way_back.fetch import Fetch
+from kvferry.daemon.core.way_back.fetches import Fetches
 from kvferry.daemon.core.way_back.loans import Loans
 from kvferry.daemon.core.way_back.returns import Returns
 from kvferry.daemon.memory import host_tier
@@ -314,8 +315,8 @@ def lend_without_a_lock(loans: Loans, session: int, ask: peer.Ask, deadline: flo
         loan.lock = loan.namespace.tree.lock(loan.namespace.tree.match(b""))
 
 
-def whatever_is_there(holds: Holds, namespace: Namespace, digests: bytes) -> Lock:
-    return namespace.tree.lock(namespace.tree.match(digests))
+def whatever_is_there(cache: Cache, namespace: Namespace, digests: bytes) -> int:
+    return namespace.tree.match(digests).pages
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,7 @@ GUARDS = {
     "locks of what goes back": Guard(LeaseKeeper, "settle", settle_beside_returns, replace(BACK, aborts=0.9)),
     "what can be read goes back": Guard(Returns, "_readable", all_is_readable, BACK),
     "locks of what is lent": Guard(Loans, "ask", lend_without_a_lock, BACK, 1),
-    "what can be read is lent": Guard(Holds, "lock_readable", whatever_is_there, BACK, 11),
+    "what can be read is lent": Guard(Cache, "readable", whatever_is_there, BACK, 11),
     "held blocks that are computed": Guard(Returns, "_readable", computed_or_not, WAITS, 6, ALL_WAITS),
     "pages that are fetched into": Guard(EntryKeeper, "copies_run", fetches_without_a_look, replace(BACK, aborts=0.9)),
     "fetched pages behind a gap": Guard(Fetch, "ready", property(gaps_and_all), replace(BACK, fetch_seconds=0.004)),

@@ -17,6 +17,7 @@ LEAST_TOKENS = 256  # that are worth a round trip
 MOST_TIMES = 4.0  # its own estimate: so long a fetch may take,
 LEAST_SHARE = 0.25  # or such a share of the estimate of computing: the first ones know no rate, and a host may stutter
 FORCED_SECONDS = 1.0  # with ALWAYS: for the Ask at most, and for a fetch at least
+MOST_SECONDS = 60.0  # with ALWAYS: for a fetch, however slow its session was
 TOKENS_PER_SECOND = 10_000.0  # of an engine of which nothing was measured
 BYTES_PER_SECOND = 1e9  # of a session, likewise
 ROUND_TRIP_SECONDS = 0.002  # in every estimate of a fetch
@@ -145,6 +146,15 @@ class Judge:
         compute = tokens / self.speed.tokens_per_second
         return tokens >= LEAST_TOKENS and MARGIN * self._fetch_estimate(session, pages, now) <= compute
 
+    def seconds(self, session: int, fetched: int, computed: int, now: float) -> float:
+        """The estimate of fetching so many pages from the session and computing so many behind them."""
+        compute = computed * self.page_size / self.speed.tokens_per_second
+        return self._fetch_estimate(session, fetched, now) + compute
+
+    def worth_waiting(self, pages: int, seconds: float) -> bool:
+        """Whether so many pages that come for another prompt are worth a wait of so long."""
+        return self.limits.setting == ALWAYS or seconds <= pages * self.page_size / self.speed.tokens_per_second
+
     def _fetch_estimate(self, session: int, pages: int, now: float) -> float:
         return ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / self.rates.bytes_per_second(session, now)
 
@@ -155,7 +165,8 @@ class Judge:
         self.compute_seconds = tokens / self.speed.tokens_per_second
         self.fetch_seconds = self._fetch_estimate(session, pages, now)
         if self.limits.setting == ALWAYS:
-            return self.count(Choice(FETCH, max(FORCED_SECONDS, MOST_TIMES * self.fetch_seconds)))
+            seconds = max(FORCED_SECONDS, MOST_TIMES * self.fetch_seconds)
+            return self.count(Choice(FETCH, min(seconds, MOST_SECONDS)))
         if tokens < LEAST_TOKENS:
             return self.count(Choice(FEW))
         if MARGIN * self.fetch_seconds > self.compute_seconds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
@@ -19,45 +18,13 @@ from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
 from kvferry.daemon.core.reservations import Hold
 from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
+from kvferry.daemon.core.way_back.fetch import Fetch, Offer
 from kvferry.daemon.core.way_back.look_ups import LookUps
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 
 TOO_LATE = "too_late"
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    session: int  # of the decode daemon that holds them
-    end: int  # of the pages that can be fetched
-    seconds: float  # that the fetch may take
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """One request's fetch, from its Ask until no copy of it runs."""
-
-    number: int  # of the transfer
-    entry: Entry
-    session: int
-    first_page: int
-    page_ids: tuple[int, ...]
-    began: float
-    deadline: float
-    there: bytearray  # by page, whether it has arrived
-    stopped: str = ""  # why it drains
-    blocks: frozenset[int] = frozenset()  # of an engine's, that it writes
-
-    @property
-    def end(self) -> int:
-        return self.first_page + len(self.page_ids)
-
-    @property
-    def ready(self) -> int:
-        """The first page of the prompt that has not arrived; `end`: all have."""
-        missing = self.there.find(0)
-        return self.end if missing < 0 else self.first_page + missing
 
 
 class Fetches:
@@ -87,7 +54,7 @@ class Fetches:
         self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
         self._searching: dict[Entry, float] = {}  # that wait for answers to look-ups, until when
         self._following: dict[Entry, Fetch] = {}  # that wait for another's fetch
-        self._offers: dict[Entry, _Offer] = {}  # for which engines are to name blocks
+        self._offers: dict[Entry, Offer] = {}  # for which engines are to name blocks
         self._short: dict[Entry, float] = {}  # whose engines wait for pages of theirs, until when
         self._open: dict[int, Fetch] = {}
         self._written: set[int] = set()  # blocks of an engine's, by those
@@ -131,17 +98,17 @@ class Fetches:
         if until <= self._cache.clock.now:
             self.judge.count(Choice(NO_ASK))
             return False
-        self._wait(entry, self._looking, until)
+        self._looking[entry] = until
+        self._wait(entry, until)
         return True
 
     def _patient_until(self, prompt: BegunPrompt) -> float:
         had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
         return prompt.begun_at + self.judge.patience(prompt.tokens - had)
 
-    def _wait(self, entry: Entry, those: dict[Entry, float], until: float) -> None:
+    def _wait(self, entry: Entry, until: float) -> None:
         if entry.state is not EntryState.LOOKING:
             entry.move(EntryState.LOOKING)
-        those[entry] = until
         self._outbox.put(WakeAt(until))
 
     def asked(self, entry: Entry) -> None:
@@ -170,12 +137,14 @@ class Fetches:
     def _search(self, entry: Entry, prompt: BegunPrompt) -> bool:
         """Asks others for what the decode daemon that asks lacks, too."""
         most, had = self._most(prompt), max(self._held(entry), prompt.hold.matched, prompt.engine_held)
-        until, now = self._patient_until(prompt), self._cache.clock.now
+        now = self._cache.clock.now
+        until = min(self._patient_until(prompt), now + self.judge.patience((most - had) * self._cache.page_size))
         if had >= most or until <= now or self._leader(prompt) is not None:
             return False
         if not self.look_ups.begin(entry, prompt, most, lambda other: self.judge.worth(other, most - had, now)):
             return False
-        self._wait(entry, self._searching, until)
+        self._searching[entry] = until
+        self._wait(entry, until)
         return True
 
     def _held(self, entry: Entry) -> int:
@@ -186,32 +155,38 @@ class Fetches:
 
     def _leader(self, prompt: BegunPrompt) -> Fetch | None:
         """The fetch that brings the next pages of the prompt for another one: all that it brings, or all that this
-        could have. One with which it has only a beginning in common may take long for the rest."""
-        if not prompt.keep:
+        could have. One with which it has only a beginning in common may take long for the rest. Who has waited so
+        neither waits again nor is waited for: nobody waits for a row of fetches."""
+        if not prompt.keep or prompt.followed:
             return None
         for fetch in self._open.values():
-            theirs, last = fetch.entry.prompt, min(fetch.end, self._most(prompt)) - 1
-            if theirs is None or not theirs.keep or fetch.stopped or fetch.entry.state is not EntryState.FETCHING:
+            theirs, end = fetch.entry.prompt, min(fetch.end, self._most(prompt))
+            if theirs is None or not theirs.keep or theirs.followed or fetch.stopped:
                 continue
-            digest = slice(last * DIGEST_BYTES, (last + 1) * DIGEST_BYTES)
+            if fetch.entry.state is not EntryState.FETCHING:
+                continue
+            digest = slice((end - 1) * DIGEST_BYTES, end * DIGEST_BYTES)
             same = theirs.hold.namespace is prompt.hold.namespace and theirs.digests[digest] == prompt.digests[digest]
-            if same and fetch.first_page <= prompt.hold.matched <= last:
+            gained = end - max(prompt.hold.matched, prompt.engine_held)
+            worth = gained > 0 and self.judge.worth_waiting(gained, fetch.deadline - prompt.begun_at)
+            if same and worth and fetch.first_page <= prompt.hold.matched:
                 return fetch
         return None
 
-    def _resume(self, leader: Fetch) -> None:
-        """The fetch is over: those that waited for it have what it brought, and may want more."""
-        for entry in [entry for entry, fetch in self._following.items() if fetch is leader]:
-            del self._following[entry]
-            prompt = entry.prompt
-            assert prompt is not None
-            given_up = self._lengthen(prompt.hold)
-            prompt.private = prompt.private[len(given_up) :]
-            prompt.tree_pages = prompt.pages_ready = prompt.hold.matched
-            prompt.computed = prompt.hold.matched * self._cache.page_size
-            self.followed_tokens += len(given_up) * self._cache.page_size
-            if not self._lacks(prompt) or not self._look_around(entry, prompt):
-                self._begin(entry)
+    def _followers(self, leader: Fetch) -> list[tuple[Entry, BegunPrompt]]:
+        return [(each, each.prompt) for each, fetch in self._following.items() if fetch is leader and each.prompt]
+
+    def _resume(self, entry: Entry, prompt: BegunPrompt) -> None:
+        """The fetch that the request waited for brings nothing more to it: it has what was brought, and may want
+        more."""
+        del self._following[entry]
+        given_up = self._lengthen(prompt.hold)
+        prompt.private = prompt.private[len(given_up) :]
+        prompt.tree_pages = prompt.pages_ready = prompt.hold.matched
+        prompt.computed = prompt.hold.matched * self._cache.page_size
+        self.followed_tokens += len(given_up) * self._cache.page_size
+        if not self._lacks(prompt) or not self._look_around(entry, prompt):
+            self._begin(entry)
 
     def _lacks(self, prompt: BegunPrompt) -> bool:
         """Whether there is any page that would not have to be computed."""
@@ -225,25 +200,31 @@ class Fetches:
         """Whether the request waits for a fetch. `found`: pages that other decode daemons hold, by session."""
         assert entry.session is not None
         if (leader := self._leader(prompt)) is not None:
-            self._wait(entry, {}, leader.deadline)
-            self._following[entry] = leader
+            self._wait(entry, leader.deadline)
+            self._following[entry], prompt.followed = leader, True
             return True
         if entry.session not in self._sessions and not found:
             self.judge.count(Choice(NO_SESSION))
             return False
-        now = self._cache.clock.now
-        held = {**found, entry.session: self._held(entry)}
-        rate = self.judge.rates.bytes_per_second
-        session = max(held, key=lambda each: (held[each], each == entry.session, rate(each, now)))
-        end = min(held[session], self._most(prompt))
-        gained = end - max(prompt.hold.matched, prompt.engine_held)
-        if gained < 1:
+        now, most = self._cache.clock.now, self._most(prompt)
+        ends = {each: min(end, most) for each, end in {**found, entry.session: self._held(entry)}.items()}
+        had = max(prompt.hold.matched, prompt.engine_held)
+        # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
+        first = had if prompt.blocks is not None else prompt.hold.matched
+        longer = [each for each, end in ends.items() if end > had]
+        if not longer:
             self.judge.count(Choice(NOT_HELD))
             return False
-        # Into an engine's blocks only what it lacks is fetched; into the daemon's own pages all: they have no gap.
-        pages = gained if prompt.blocks is not None else end - prompt.hold.matched
-        choice = self.judge.choose(session, pages, now, gained)
-        offer = _Offer(session, end, choice.seconds)
+
+        def seconds(session: int) -> tuple[float, bool]:
+            """Until the engine could have it all; at equal times the asking daemon comes first."""
+            end = ends[session]
+            return self.judge.seconds(session, end - first, most - end, now), session != entry.session
+
+        session = min(longer, key=seconds)
+        end = ends[session]
+        choice = self.judge.choose(session, end - first, now, end - had)
+        offer = Offer(session, end, choice.seconds)
         if choice.seconds > 0 and prompt.blocks is not None:
             entry.move(EntryState.OFFERED)
             self._offers[entry] = offer
@@ -286,7 +267,7 @@ class Fetches:
         self._written |= fetch.blocks
         return None
 
-    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, offer: _Offer) -> Fetch:
+    def _start(self, entry: Entry, prompt: BegunPrompt, first: int, offer: Offer) -> Fetch:
         assert entry.fetch is None
         now, number, seconds = self._cache.clock.now, self._next, offer.seconds
         self._next += 1
@@ -330,6 +311,9 @@ class Fetches:
         prompt.pages_ready, prompt.computed = fetch.ready, fetch.ready * self._cache.page_size
         if prompt.keep:
             self._publish(prompt, fetch.ready)
+        for follower, theirs in self._followers(fetch):
+            if self._most(theirs) <= fetch.ready:
+                self._resume(follower, theirs)
 
     def completed(self, number: int) -> None:
         """Every page has arrived; the receiver knows the transfer no more."""
@@ -366,7 +350,8 @@ class Fetches:
             self._go_on(fetch, entry)
         else:
             self._settle(entry)
-        self._resume(fetch)
+        for follower in self._followers(fetch):
+            self._resume(*follower)
 
     def _go_on(self, fetch: Fetch, entry: Entry) -> None:
         """The request has what has arrived."""
@@ -378,7 +363,16 @@ class Fetches:
         self.elsewhere_tokens += tokens if fetch.session != entry.session else 0
         if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:
             self._outbox.put(ZeroPages(fetch.page_ids[fetch.ready - fetch.first_page :]))
-        self._begin(entry)
+        if fetch.ready > fetch.first_page or not self._asker_instead(fetch, entry):
+            self._begin(entry)
+
+    def _asker_instead(self, fetch: Fetch, entry: Entry) -> bool:
+        """Whether the request, for which nothing came from another decode daemon, waits for what its own one holds."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if fetch.session == entry.session or prompt.blocks is not None or self._held(entry) <= prompt.hold.matched:
+            return False
+        return self._choose(entry, prompt, {})
 
     def _close(self, fetch: Fetch) -> None:
         """No copy of it runs."""
@@ -403,6 +397,7 @@ class Fetches:
             self.judge.count(Choice(NO_ASK))
             self._begin(entry)
         for entry in [entry for entry, until in self._searching.items() if until <= now]:
+            self.look_ups.timed_out(entry)
             self._end_search(entry)
         for entry in [entry for entry, until in self._short.items() if until <= now]:
             self._proceed(entry)
@@ -426,6 +421,11 @@ class Fetches:
         """The session is over, and no copy of it runs. Before its requests are failed; others' go on with what has
         arrived."""
         self._sessions.discard(session)
+        self.judge.rates.forget(session)
+        for entry in [entry for entry in self._following if entry.session == session]:
+            del self._following[entry]
+        for entry in self.look_ups.session_down(session):
+            self._end_search(entry)
         for fetch in [fetch for fetch in self._open.values() if fetch.session == session]:
             fetch.stopped = "session_ended"
             self.counters.abort(fetch.stopped)
@@ -433,7 +433,5 @@ class Fetches:
                 self._over(fetch)
             else:
                 self._close(fetch)
-                self._resume(fetch)
-        for entry in self.look_ups.session_down(session):
-            self._end_search(entry)
-        self.judge.rates.forget(session)
+                for follower in self._followers(fetch):
+                    self._resume(*follower)

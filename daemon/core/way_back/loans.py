@@ -2,12 +2,12 @@
 Core: no I/O, time is passed in.
 
 A look-up holds nothing: what it found may be gone when it is asked for. An Ask locks its pages for as long as they are
-sent, until its deadline at most, and is refused where running requests were promised them.
+sent, until its deadline at most, and is refused where running requests were promised them, or others wait for pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
@@ -36,17 +36,25 @@ class _Loan:
 
 
 class Loans:
-    """closed: namespaces of which nothing is told or lent. counters: of all that goes back."""
+    """counters: of all that goes back. waiting: requests of the daemon that wait for admission. excluded: namespaces
+    of which nothing is told or lent."""
 
     def __init__(
-        self, cache: Cache, outbox: Outbox, holds: Holds, counters: TransferCounters, closed: Container[bytes]
+        self,
+        cache: Cache,
+        outbox: Outbox,
+        holds: Holds,
+        counters: TransferCounters,
+        waiting: Callable[[], int],
+        excluded: Container[bytes],
     ) -> None:
         self.look_ups = LookUpCounters()
         self._cache = cache
         self._outbox = outbox
         self._holds = holds
         self._counters = counters
-        self._closed = closed
+        self._waiting = waiting
+        self._excluded = excluded
         self._open: dict[tuple[int, int], _Loan] = {}  # by (session, transfer)
 
     def __len__(self) -> int:
@@ -54,11 +62,8 @@ class Loans:
 
     def found(self, namespace_id: bytes, digests: bytes) -> int:
         """Leading pages of these that can be read now."""
-        pages = 0
-        if (namespace := self._open_namespace(namespace_id)) is not None:
-            lock = self._holds.lock_readable(namespace, digests)
-            pages = lock.pages
-            self._holds.unlock(namespace, lock)
+        namespace = self._open_namespace(namespace_id)
+        pages = 0 if namespace is None else self._cache.readable(namespace, digests)
         self.look_ups.heard(pages)
         return pages
 
@@ -84,13 +89,12 @@ class Loans:
 
     def _lend(self, session: int, ask: peer.Ask, deadline: float) -> RequestError | None:
         namespace = self._open_namespace(ask.namespace_id)
-        if namespace is None:
-            return unavailable("the pages are not held here, or not any more")
         end = ask.first_page + ask.pages
-        lock = self._holds.lock_readable(namespace, ask.digests)
-        if lock.pages < end:
-            self._holds.unlock(namespace, lock)
+        if namespace is None or self._cache.readable(namespace, ask.digests) < end:
             return unavailable("the pages are not held here, or not any more")
+        if waiting := self._waiting():
+            return exhausted(f"{waiting} requests wait here for pages; nothing more is lent until they are admitted")
+        lock = self._holds.lock_readable(namespace, ask.digests)
         if not self._cache.fits(namespace, 0):
             self._holds.unlock(namespace, lock)
             return exhausted(f"running requests were promised some of the {end} pages")
@@ -101,7 +105,7 @@ class Loans:
         return None
 
     def _open_namespace(self, namespace_id: bytes) -> Namespace | None:
-        return None if namespace_id in self._closed else self._cache.namespaces.get(namespace_id)
+        return None if namespace_id in self._excluded else self._cache.namespaces.get(namespace_id)
 
     def look(self) -> None:
         """Ends what is past its deadline. After every step."""

@@ -31,12 +31,12 @@ class _Search:
 
 
 class LookUps:
-    """closed: namespaces of which nobody is told."""
+    """excluded: namespaces of which nobody is told."""
 
-    def __init__(self, outbox: Outbox, closed: Container[bytes]) -> None:
+    def __init__(self, outbox: Outbox, excluded: Container[bytes]) -> None:
         self.counters = LookUpCounters()
         self._outbox = outbox
-        self._closed = closed
+        self._excluded = excluded
         self._sessions: list[int] = []  # that can be asked; those that found something last come first
         self._open: dict[int, _Search] = {}  # by number
         self._next = 1
@@ -51,7 +51,7 @@ class LookUps:
     def begin(self, entry: Entry, prompt: BegunPrompt, pages: int, worth: Callable[[int], bool]) -> bool:
         """Asks who has the prompt's first `pages` pages, of all for whom it is `worth` it. False: nobody is asked."""
         pages = min(pages, MAX_LOOKED_UP_PAGES)
-        if len(self._open) >= MOST_OPEN or prompt.namespace_id in self._closed:
+        if len(self._open) >= MOST_OPEN or prompt.namespace_id in self._excluded:
             return False
         asked = [session for session in self._sessions if session != entry.session and worth(session)][:MOST_ASKED]
         if not asked:
@@ -79,12 +79,18 @@ class LookUps:
 
     def take(self, entry: Entry) -> dict[int, int]:
         """Ends the entry's look-up, if there is one: the pages found, by session."""
-        number = next((number for number, search in self._open.items() if search.entry is entry), None)
-        if number is None:
-            return {}
-        search = self._open.pop(number)
-        self.counters.late += len(search.waits)
-        return search.found
+        number = self._number_of(entry)
+        return {} if number is None else self._open.pop(number).found
+
+    def timed_out(self, entry: Entry) -> None:
+        """No more answers are waited for: who gave none is asked last from now on."""
+        if (number := self._number_of(entry)) is not None:
+            silent = self._open[number].waits
+            self.counters.late += len(silent)
+            self._sessions.sort(key=silent.__contains__)
+
+    def _number_of(self, entry: Entry) -> int | None:
+        return next((number for number, search in self._open.items() if search.entry is entry), None)
 
     def session_down(self, session: int) -> Sequence[Entry]:
         """The session is over. Whose look-ups need no more answers for that."""

@@ -28,7 +28,7 @@ from kvferry.daemon.core.reservations import Holds
 from kvferry.daemon.core.way_back.loans import Loans
 from kvferry.proto import peer_pb2 as peer
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.radix.pool import READABLE, PageState
+from kvferry.radix.pool import PageState, leading_readable
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +47,12 @@ class _Return:
 
 
 class Returns:
-    def __init__(self, cache: Cache, outbox: Outbox, holds: Holds, closed: Container[bytes] = ()) -> None:
-        """closed: namespaces of which others' look-ups are told nothing."""
+    def __init__(
+        self, cache: Cache, outbox: Outbox, holds: Holds, waiting: Callable[[], int], excluded: Container[bytes]
+    ) -> None:
+        """waiting, excluded: see `Loans`."""
         self.counters = TransferCounters()
-        self.loans = Loans(cache, outbox, holds, self.counters, closed)
+        self.loans = Loans(cache, outbox, holds, self.counters, waiting, excluded)
         self._cache = cache
         self._outbox = outbox
         self._open: dict[tuple[int, int], _Return] = {}  # by (session, transfer)
@@ -121,8 +123,7 @@ class Returns:
             if lease.held_pages and not lease.held_written:
                 return 0
             return next((i for i in range(lease.held_pages, end) if lease.pages[i] in lease.missing), end)
-        states = self._cache.pool.states(lease.pages[:end])
-        return next((i for i, state in enumerate(states) if state not in READABLE), len(states))
+        return leading_readable(self._cache.pool.states(lease.pages[:end]))
 
     def look(self) -> None:
         """Sends on what has become readable; ends what never will, or is late. After every step."""

@@ -184,7 +184,7 @@ GUARDS: tuple[Guard, ...] = (
         "a pin holds no page on its way",
         "daemon/core/pins.py",
         "Pins.pin",
-        "if readable < lock.pages:",
+        "if (readable := self._cache.readable(namespace, digests)) < match.device_pages:",
         "if False:",
         PINS,
     ),

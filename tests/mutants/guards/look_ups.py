@@ -4,26 +4,42 @@ from tests.mutants.guard import Guard
 
 LOANS = ("tests/daemon/core/way_back/test_loans.py",)
 LOOK_UPS = ("tests/daemon/core/way_back/test_look_ups.py",)
+FOLLOW = ("tests/daemon/core/way_back/test_follow.py",)
 SESSIONS = ("tests/daemon/peers/test_look_up_session.py",)
 _LOANS, _LOOK_UPS = "daemon/core/way_back/loans.py", "daemon/core/way_back/look_ups.py"
-_FETCHES, _HOLDS = "daemon/core/way_back/fetches.py", "daemon/core/reservations.py"
+_FETCHES = "daemon/core/way_back/fetches.py"
 
 _LENT = (
     Guard(
         "only what can be read is found",
-        _HOLDS,
-        "Holds.lock_readable",
-        "if state not in READABLE",
-        "if state < 0",
+        "daemon/core/cache.py",
+        "Cache.readable",
+        "leading_readable(self.pool.states(tree.match_pages(tree.match(digests))))",
+        "tree.match(digests).pages",
         LOANS,
     ),
-    Guard("what is gone is not lent", _LOANS, "Loans._lend", "if lock.pages < end:", "if False:", LOANS),
+    Guard(
+        "what is gone is not lent",
+        _LOANS,
+        "Loans._lend",
+        "namespace is None or self._cache.readable(namespace, ask.digests) < end:",
+        "namespace is None:",
+        LOANS,
+    ),
     Guard(
         "what was promised is not lent",
         _LOANS,
         "Loans._lend",
         "if not self._cache.fits(namespace, 0):",
         "if False:",
+        LOANS,
+    ),
+    Guard(
+        "nothing is lent while a request waits for pages",
+        _LOANS,
+        "Loans._lend",
+        "if waiting := self._waiting():",
+        "if waiting := 0:",
         LOANS,
     ),
     Guard(
@@ -47,7 +63,7 @@ _LENT = (
         "of a closed namespace nothing is told",
         _LOANS,
         "Loans._open_namespace",
-        "None if namespace_id in self._closed else ",
+        "None if namespace_id in self._excluded else ",
         "",
         LOANS,
     ),
@@ -74,7 +90,7 @@ _ASKED = (
         "of a closed namespace nobody is asked",
         _LOOK_UPS,
         "LookUps.begin",
-        " or prompt.namespace_id in self._closed",
+        " or prompt.namespace_id in self._excluded",
         "",
         LOOK_UPS,
     ),
@@ -124,17 +140,17 @@ _ASKED = (
         "a prompt waits for what is its own alone",
         _FETCHES,
         "Fetches._leader",
-        "min(fetch.end, self._most(prompt)) - 1",
-        "prompt.hold.matched",
-        LOOK_UPS,
+        "min(fetch.end, self._most(prompt))",
+        "prompt.hold.matched + 1",
+        FOLLOW,
     ),
     Guard(
         "who waited for another's fetch goes on behind it",
         _FETCHES,
         "Fetches._over",
-        "self._resume(fetch)",
+        "self._resume(*follower)",
         "pass",
-        LOOK_UPS,
+        FOLLOW,
     ),
     Guard(
         "pages that are given up are nobody's",
@@ -142,7 +158,31 @@ _ASKED = (
         "Fetches._resume",
         "prompt.private = prompt.private[len(given_up) :]",
         "pass",
-        LOOK_UPS,
+        FOLLOW,
+    ),
+    Guard(
+        "nobody waits for a row of fetches",
+        _FETCHES,
+        "Fetches._leader",
+        "theirs.followed",
+        "False",
+        FOLLOW,
+    ),
+    Guard(
+        "who would compute it sooner does not wait",
+        _FETCHES,
+        "Fetches._leader",
+        "gained > 0 and self.judge.worth_waiting(gained, fetch.deadline - prompt.begun_at)",
+        "gained > 0",
+        FOLLOW,
+    ),
+    Guard(
+        "look-ups do not break a session off",
+        "daemon/peers/sending.py",
+        "SendingSession.look_up",
+        "if self._outgoing_bytes <= OUTGOING_BYTES // 4:",
+        "if True:",
+        SESSIONS,
     ),
 )
 

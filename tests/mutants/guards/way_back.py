@@ -54,7 +54,7 @@ _CORES = (
     ),
     Guard(
         "pages behind a gap do not count",
-        _FETCHES,
+        "daemon/core/way_back/fetch.py",
         "Fetch.ready",
         "missing = self.there.find(0)",
         "missing = -1",
@@ -144,8 +144,8 @@ _CORES = (
         "only what can be read goes back",
         _RETURNS,
         "Returns._readable",
-        "if state not in READABLE",
-        "if state < 0",
+        "leading_readable(self._cache.pool.states(lease.pages[:end]))",
+        "len(lease.pages[:end])",
         RETURNS,
     ),
     Guard(

@@ -12,6 +12,7 @@ from kvferry.daemon.core.way_back.choice import (
     FEW,
     FORCED_SECONDS,
     LEAST_TOKENS,
+    MOST_SECONDS,
     RATE_SECONDS,
     ROUND_TRIP_SECONDS,
     SLOW,
@@ -122,6 +123,12 @@ def test_always_is_always_and_has_time() -> None:
     chosen.rates.measured(1, 1, 10.0, 0.0)
     choice = chosen.choose(1, 1, 0.0)
     assert choice.why == FETCH and choice.seconds >= FORCED_SECONDS
+
+
+def test_a_session_of_no_speed_has_a_bounded_time_all_the_same() -> None:
+    chosen = judge(ALWAYS)
+    chosen.rates.measured(1, 0, 10.0, 0.0)
+    assert chosen.choose(1, 16_384, 0.0).seconds == MOST_SECONDS
 
 
 def test_an_ask_is_waited_for_by_three_percent_of_the_estimate() -> None:

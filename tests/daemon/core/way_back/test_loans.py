@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
-from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, StartCopy
 from kvferry.daemon.core.way_back.loans import MAX_LOANS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
 from kvferry.radix.digests import DIGEST_BYTES
-from tests.daemon.core.test_decode_guards import cached, in_the_host_tier
+from tests.daemon.core.test_decode_guards import cached, end_copies, in_the_host_tier
 from tests.regressions.request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, digests, name
 
 A, B = name(1), name(2)
@@ -91,6 +91,27 @@ def test_of_a_closed_namespace_nothing_is_told_or_lent() -> None:
     assert side.core.returns.found(NAMESPACE, digests("x", 3)) == 0
     lend(side, wanted())
     assert refusal(side) == common.ERROR_UNAVAILABLE
+
+
+def test_a_look_up_and_a_refused_ask_leave_no_trace() -> None:
+    """Nodes, their use and priority, and spills that run are as they were."""
+    side = Decode(4, host_pages=16)
+    cached(side, "x", 3)
+    side.admit(A, "y", 3, prefill="")
+    tree, spills = side.cache.namespaces[NAMESPACE].tree, side.of(StartCopy)
+    views = [(node.depth, node.pages, node.hits, node.priority, node.copying) for node in tree.dump(9)]
+    before = side.cache.clock.tick, tree.spilling
+    assert tree.spilling == 2 and not side.told("admitted")
+    for pages in (1, 2, 3):
+        assert side.core.returns.found(NAMESPACE, digests("x", pages)) == pages
+    lend(side, wanted(pages=4))
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_UNAVAILABLE
+    assert (side.cache.clock.tick, tree.spilling) == before
+    assert views == [(node.depth, node.pages, node.hits, node.priority, node.copying) for node in tree.dump(9)]
+    side.seen = list(spills)
+    end_copies(side)
+    assert side.told("admitted")
 
 
 # -- loans ---------------------------------------------------------------------------------------------------------
@@ -174,6 +195,18 @@ def test_a_request_waits_for_what_is_lent_and_gets_it_behind_that() -> None:
     assert not side.told("admitted"), "what is sent cannot be evicted"
     over(side)
     assert side.told("admitted")
+
+
+def test_nothing_more_is_lent_while_a_request_waits_here() -> None:
+    side = holding(4)
+    lend(side, wanted(1))
+    side.admit(A, "y", 3)
+    assert not side.told("admitted")
+    lend(side, wanted(2))
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_RESOURCE_EXHAUSTED and side.core.returns.active == 1
+    over(side, 1)
+    assert side.told("admitted"), "the loan that was open has ended"
 
 
 def test_pages_that_nobody_takes_are_lent_until_the_deadline() -> None:

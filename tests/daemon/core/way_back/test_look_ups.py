@@ -33,10 +33,14 @@ class Looking(Fetching):
         self.ask_a(held, now=now)
         self.begin_a(now=now)
 
-    def another(self, number: Name, prompt: str, held: int, pages: int = FULL) -> None:
-        """Of pages of the prompt, which OTHER's daemon asks for."""
+    def another(self, number: Name, prompt: str, held: int, pages: int = FULL, engine: int = 0) -> None:
+        """Of pages of the prompt, which OTHER's daemon asks for. `engine`: those that its engine has itself."""
         begin = wire.Begin(
-            name=number.to_proto(), digests=digests(prompt, pages), tokens=pages * PAGE + 1, tail_digest=TAIL
+            name=number.to_proto(),
+            digests=digests(prompt, pages),
+            tokens=pages * PAGE + 1,
+            tail_digest=TAIL,
+            held_tokens=engine * PAGE,
         )
         ask = peer.Ask(
             transfer=int.from_bytes(number.request_id, "big"),
@@ -92,7 +96,7 @@ def test_who_holds_all_is_asked_for_it_without_the_others_answers() -> None:
     side.found(OTHER, FULL)
     assert not side.of(StartFetch), "it is too late"
     counters = side.core.fetches.look_ups.counters
-    assert (counters.found, counters.nothing, counters.late, counters.pages) == (1, 0, 1, FULL)
+    assert (counters.found, counters.nothing, counters.late, counters.pages) == (1, 0, 0, FULL)
 
 
 def test_who_holds_most_is_asked_once_all_have_answered() -> None:
@@ -107,6 +111,16 @@ def test_who_holds_most_is_asked_once_all_have_answered() -> None:
     assert side.matched() == 3
     fetches = side.core.fetches
     assert fetches.elsewhere_tokens == fetches.fetched_tokens == 3 * PAGE
+
+
+@pytest.mark.parametrize(("rate", "session"), [(1e9, OTHER), (1e5, ASKER)])
+def test_who_is_slow_is_not_asked_for_one_page_more(rate: float, session: int) -> None:
+    """A page is computed in 0.4 ms."""
+    side = searching(held=4)
+    side.core.fetches.judge.rates.measured(OTHER, int(rate), 1.0, 0.0)
+    side.core.fetches.judge.rates.measured(ASKER, 10**9, 1.0, 0.0)
+    side.found(OTHER, FULL)
+    assert [start.session for start in side.of(StartFetch)] == [session]
 
 
 def test_the_asking_daemon_goes_before_one_that_holds_as_much() -> None:
@@ -229,6 +243,23 @@ def test_so_many_are_asked_for_a_prompt_those_that_found_something_first(monkeyp
     assert side.asked_whom() == [3, ASKER]
 
 
+def test_who_gives_no_answer_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ups, "MOST_ASKED", 2)
+    side = Looking(others=4)
+    side.asked_for()
+    assert side.asked_whom() == [2, 3]
+    side.found(3, 0)
+    side.core.wake(100.0)
+    side.take()
+    assert side.told("begun") and side.core.fetches.look_ups.counters.late == 1
+    side.another(B, "y", 0)
+    assert side.asked_whom() == [ASKER, 4]
+    side.core.abort(1, B, 0.0)
+    side.another(name(3), "z", 0)
+    assert side.asked_whom() == [ASKER, 4], "who was not waited for keeps its place"
+    assert side.core.fetches.look_ups.counters.late == 1
+
+
 def test_so_many_prompts_wait_for_answers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look_ups, "MOST_OPEN", 1)
     side = searching()
@@ -247,6 +278,38 @@ def test_of_a_long_prompt_the_beginning_is_looked_up(monkeypatch: pytest.MonkeyP
     side.found(OTHER, 2)
     (start,) = side.of(StartFetch)
     assert start.ask.pages == 2
+
+
+def test_the_asking_daemon_is_asked_where_another_refuses() -> None:
+    side = searching(held=4)
+    side.found(OTHER, FULL)
+    assert side.of(StartFetch)[0].session == OTHER
+    side.step("stopped", 1, OTHER, "refused")
+    side.step("drained", 1)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages, start.ask.digests) == (ASKER, 4, b"") and not side.told("begun")
+    side.step("stopped", 2, ASKER, "refused")
+    side.step("drained", 2)
+    assert side.matched() == 0 and side.state is EntryState.COMPUTING
+
+
+def test_what_came_before_another_refused_is_all_that_is_fetched() -> None:
+    side = searching(held=4)
+    side.found(OTHER, FULL)
+    side.step("arrived", 1, [0])
+    side.step("stopped", 1, OTHER, "refused")
+    side.step("drained", 1)
+    assert side.matched() == 1
+
+
+@pytest.mark.usefixtures("cheap")
+def test_answers_are_worth_what_they_may_add() -> None:
+    """By 3 % of what the asking daemon lacks, where that is less than what is left of the prompt's own patience."""
+    side = Looking(AUTO)
+    side.asked_for(held=4)
+    assert side.asked_whom() == [OTHER, THIRD]
+    (until,) = {wake.at for wake in side.of(WakeAt)}
+    assert until == pytest.approx(0.03 * PAGE / choice.TOKENS_PER_SECOND)
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -319,92 +382,3 @@ def test_who_ends_while_answers_are_waited_for_leaves_nothing(who: str) -> None:
     side.core.wake(100.0)
     side.found(OTHER, FULL)
     assert A not in side.core.entries and side.cache.locks == 0 and not side.told("begun")
-
-
-# -- single flight -------------------------------------------------------------------------------------------------
-
-
-def followed(pages: int = FULL, held: int = FULL) -> Looking:
-    """A fetches all of `x`, and B, of so many pages of it, waits for that."""
-    side = Looking()
-    side.asked_for(FULL)
-    side.another(B, "x", held, pages)
-    assert side.core.entries[B].state is EntryState.LOOKING and not (side.of(StartFetch) or side.of(LookUp))
-    return side
-
-
-def test_what_is_being_fetched_is_fetched_once() -> None:
-    side = followed()
-    free = side.cache.pool.free
-    side.step("arrived", 1, list(range(FULL)))
-    side.step("completed", 1)
-    begun = {event.begun.name.request_id: event.begun for event in side.told("begun")}
-    a, b = begun[A.request_id], begun[B.request_id]
-    assert a.matched_tokens == b.matched_tokens == FULL * PAGE
-    assert list(a.pages[:FULL]) == list(b.pages[:FULL]) and a.pages[FULL] != b.pages[FULL]
-    assert side.cache.pool.free == free + FULL, "its own pages are free again"
-    fetches = side.core.fetches
-    assert (fetches.counters.opened, fetches.fetched_tokens, fetches.followed_tokens) == (1, FULL * PAGE, FULL * PAGE)
-    for session, each in ((ASKER, A), (OTHER, B)):
-        side.core.abort(1, each, 0.0)
-        side.core.send_ended(session, int.from_bytes(each.request_id, "big"), 0.0)
-    side.take()
-    counts = side.cache.pool.counts()
-    assert side.cache.locks == 0 and counts.leased == 0 and counts.cached == FULL
-
-
-def test_who_follows_fetches_what_is_lacking_then() -> None:
-    side = followed()
-    side.step("arrived", 1, [0, 1])
-    side.step("stopped", 1, ASKER, "refused")
-    side.step("drained", 1)
-    (start,) = side.of(StartFetch)
-    assert (start.session, start.ask.first_page, start.ask.pages) == (OTHER, 2, 3)
-    assert Name(start.ask.name.request_id, 1) == B
-
-
-def test_a_prompt_that_has_only_a_beginning_in_common_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Looking()
-    side.asked_for(FULL)
-    whole = digests("x", 2) + digests("y", FULL)[2 * DIGEST_BYTES :]
-    monkeypatch.setattr("tests.daemon.core.way_back.test_look_ups.digests", lambda prompt, pages: whole)
-    side.another(B, "x", FULL)
-    (start,) = side.of(StartFetch)
-    assert start.session == OTHER
-
-
-def test_who_looked_it_up_meanwhile_follows() -> None:
-    side = searching()
-    side.another(B, "x", 0)
-    assert side.asked_whom() == [ASKER, THIRD]
-    side.found(THIRD, FULL, 1)
-    assert len(side.of(StartFetch)) == 1
-    side.found(THIRD, FULL, 2)
-    assert not side.of(StartFetch) and side.core.entries[B].state is EntryState.LOOKING
-    side.step("arrived", 1, list(range(FULL)))
-    side.step("completed", 1)
-    assert len(side.told("begun")) == 2
-
-
-@pytest.mark.parametrize("why", ["aborted", "session"])
-def test_who_follows_does_not_end_with_the_first(why: str) -> None:
-    side = followed()
-    side.step("arrived", 1, [0])
-    if why == "aborted":
-        side.core.abort(1, A, 0.0)
-        side.core.fetch_drained(1, 0.0)
-    else:
-        side.core.session_down(ASKER, 0.0)
-    side.take()
-    (start,) = side.of(StartFetch)
-    assert (start.session, start.ask.first_page) == (OTHER, 1)
-
-
-def test_who_follows_and_ends_leaves_nothing() -> None:
-    side = followed()
-    side.core.abort(1, B, 0.0)
-    side.take()
-    assert B not in side.core.entries
-    side.step("arrived", 1, list(range(FULL)))
-    side.step("completed", 1)
-    assert len(side.told("begun")) == 1
