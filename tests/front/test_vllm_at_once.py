@@ -1,5 +1,4 @@
-"""A front end that streams prefill's first token: what its clients hear, and what becomes of failures. The servers here
-speak vLLM's HTTP, a token a chunk."""
+"""A front end that streams prefill's first token, before servers that speak vLLM's HTTP, a token a chunk."""
 
 from __future__ import annotations
 
