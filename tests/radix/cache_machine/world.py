@@ -369,7 +369,7 @@ class World:
         matched = path[: side.matched(path)]
         states = self.pool.states(side.pages(matched))
         readable = next((i for i, state in enumerate(states) if state not in _READABLE), len(matched))
-        self.touch(side, matched)
+        self.touch(side, path[:readable])
         try:
             pin = self.pins.pin(side.namespace, chain(path), until)
         except RequestError:
