@@ -96,10 +96,11 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=20) as se
 """
 
 
-def server_below(port: int) -> socket.socket:
-    """A server, above whose port there is room for the relay's."""
-    for tried in range(port - 5000, 20_000, -37):
+def server_below(port: int, shift: int) -> socket.socket:
+    """A server whose port and the relay's, so far above it, are below this one. Both were free a moment ago."""
+    for tried in range(port - shift, 20_000, -37):
         try:
+            socket.create_server(("127.0.0.1", tried + shift)).close()
             return socket.create_server(("127.0.0.1", tried))
         except OSError:
             continue
@@ -111,7 +112,7 @@ def test_what_a_process_sends_is_held_back(
 ) -> None:
     if shutil.which("cc") is None:
         pytest.skip("no compiler")
-    with server_below(60_000) as server:
+    with server_below(32_000, bench.late_parts.SHIFT) as server:
         port = server.getsockname()[1]
         got: list[tuple[float, int]] = []
 
