@@ -206,19 +206,22 @@ def pins(count: int) -> None:
         decoding.core.pins.pin(namespace, digests(2), 60.0)
 
 
+def session_setup(remote: str) -> SessionSetup:
+    """A session that has a slot in each direction, and whose memory nobody touches."""
+    return SessionSetup(
+        remote=remote,
+        courier=CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1),
+        memory=cast(Any, None),
+        lanes=lanes_of(GEOMETRY, 1, 1),
+        remote_ranks=1,
+        checksums=False,
+        times=SessionTimes(0.5, 3.0),
+    )
+
+
 def courier_up(**fields: Any) -> None:
     async def hear() -> None:
-        config = CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1)
-        setup = SessionSetup(
-            remote="p",
-            courier=config,
-            memory=cast(Any, None),
-            lanes=lanes_of(GEOMETRY, 1, 1),
-            remote_ranks=1,
-            checksums=False,
-            times=SessionTimes(0.5, 3.0),
-        )
-        session = Session(setup)
+        session = Session(session_setup("p"))
         up = {"metadata": b"m", "slot_bytes": 4096, "receive_slots": 1, **fields}
         session._dispatch(peer.PeerMessage(courier_up=peer.CourierUp(**up)))
 

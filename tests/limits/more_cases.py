@@ -20,7 +20,7 @@ from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.way_back.choice import ALWAYS, WayBackLimits
 from kvferry.daemon.peers import discovery, session
-from kvferry.daemon.peers.session import Session, SessionSetup, SessionTimes
+from kvferry.daemon.peers.session import Session
 from kvferry.daemon.sides.gathering import check_rank
 from kvferry.front.engines import MAX_ADDRESS_CHARS, MAX_PATH_CHARS, EngineFacts
 from kvferry.front.openai_types import (
@@ -44,14 +44,24 @@ from kvferry.proto.limits import (
     MAX_NAME_CHARS,
 )
 from kvferry.radix.prompt_cache import PromptCache
-from kvferry.transfer.courier.config import CourierConfig
 from kvferry.transfer.geometry.kv_geometry import MAX_CACHES, KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import MAX_TEXT, NamespaceFacts
-from kvferry.transfer.geometry.rank_lanes import lanes_of
 from kvferry.transfer.geometry.registration import Registration
 from kvferry.transfer.protocol.slots import CreditPurse
 from kvferry.workers.orders import MAX_STOP_TOKENS, Bounds, decode_order, prefill_order
-from tests.limits.limit_cases import GEOMETRY, NAME, PAGE, CreditOf, Decoding, Limit, asked, courier_up, digests, hello
+from tests.limits.limit_cases import (
+    GEOMETRY,
+    NAME,
+    PAGE,
+    CreditOf,
+    Decoding,
+    Limit,
+    asked,
+    courier_up,
+    digests,
+    hello,
+    session_setup,
+)
 
 
 def held(tokens: int) -> None:
@@ -177,16 +187,7 @@ def credits(count: int) -> None:
 
 def waiting_for_peer(messages: int, message: peer.PeerMessage) -> str | None:
     async def told() -> str | None:
-        setup = SessionSetup(
-            remote="p",
-            courier=CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1),
-            memory=cast(Any, None),
-            lanes=lanes_of(GEOMETRY, 1, 1),
-            remote_ranks=1,
-            checksums=False,
-            times=SessionTimes(0.5, 3.0),
-        )
-        waiting = Session(setup)
+        waiting = Session(session_setup("p"))
         for _ in range(messages):
             waiting.send(message)
         return waiting._broken.result() if waiting._broken.done() else None

@@ -12,15 +12,13 @@ from kvferry.daemon.core.counters import TransferCounters
 from kvferry.daemon.core.effects import FailAsk, LookUp
 from kvferry.daemon.peers.handshake import LOOK_UP, WAY_BACK, hello_of, looks_up
 from kvferry.daemon.peers.sending import SendingSession
-from kvferry.daemon.peers.session import OUTGOING_BYTES, SessionBroken, SessionMeters, SessionSetup, SessionTimes
+from kvferry.daemon.peers.session import OUTGOING_BYTES, SessionBroken, SessionMeters
 from kvferry.daemon.sides.fetching import _FetchEvents
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
 from kvferry.radix.digests import DIGEST_BYTES
-from kvferry.transfer.courier.config import CourierConfig
-from kvferry.transfer.geometry.rank_lanes import lanes_of
-from tests.limits.limit_cases import GEOMETRY
+from tests.limits.limit_cases import session_setup
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, SimDecode, SimPrefill
 from tests.simulation.faults import Faults
@@ -184,15 +182,7 @@ def test_a_look_up_is_sent_by_its_session() -> None:
 
 def test_look_ups_never_break_a_session_off() -> None:
     async def waiting() -> tuple[int, bool]:
-        setup = SessionSetup(
-            remote="d",
-            courier=CourierConfig(slot_bytes=4096, receive_slots=1, send_slots=1),
-            memory=cast(Any, None),
-            lanes=lanes_of(GEOMETRY, 1, 1),
-            remote_ranks=1,
-            checksums=False,
-            times=SessionTimes(0.5, 3.0),
-        )
+        setup = session_setup("d")
         meters = SessionMeters(TransferCounters(), cast(Any, None))
         session = SendingSession(setup, meters, number=1, send_slots=1, remote_epoch=1, events=cast(Any, None))
         for number in range(64):

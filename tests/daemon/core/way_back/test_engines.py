@@ -13,24 +13,18 @@ from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_PAGES, NOT_HELD, SLOW, WayBackLimits
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Prefill, digests, name
+from tests.daemon.core.way_back.test_fetches import FULL, TAIL, TOKENS, A, B, Fetching
+from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, digests
 
-A, B = name(1), name(2)
-FULL = 5  # pages of a prompt; a token is behind them
-TOKENS = FULL * PAGE + 1
-TAIL = b"T" * 32
 POOL = 12
 OTHERS = 8  # pages of B's prompt
 
 
-class Waiting(Prefill):
-    """Session 1 has a way back."""
+class Waiting(Fetching):
+    """The engine waits for what may be fetched, and the pool has few pages."""
 
     def __init__(self, setting: str = ALWAYS, page_bytes: int = 64) -> None:
-        super().__init__()
-        self.cache = Cache(POOL, PAGE)
-        self.core = PrefillCore(self.cache, PrefillLimits(table=8, way_back=WayBackLimits(setting, page_bytes)))
-        self.core.fetches.session_up(1)
+        super().__init__(setting, pool=POOL, page_bytes=page_bytes)
 
     def begin_a(
         self, patience: wire.Patience = wire.PATIENCE_FETCH, *, held: int = 0, now: float = 0.0, full: int = FULL
@@ -46,36 +40,10 @@ class Waiting(Prefill):
         self.core.begin(1, NAMESPACE, A, request, DEADLINE, now)
         self.take()
 
-    def ask_a(self, held: int = FULL, *, now: float = 0.0, full: int = FULL) -> None:
-        ask = peer.Ask(
-            transfer=1,
-            name=A.to_proto(),
-            namespace_id=NAMESPACE,
-            first_page=full,
-            pages=1,
-            tokens=full * PAGE + 1,
-            last_full_digest=digests("x", full)[-32:],
-            tail_digest=TAIL,
-            held_tokens=held * PAGE,
-        )
-        self.core.ask(1, A, ask, DEADLINE, now)
-        self.take()
-
     def release_b(self, now: float) -> None:
         self.core.abort(1, B, now)
         self.core.send_ended(1, 0, now)
         self.take()
-
-    @property
-    def state(self) -> EntryState:
-        return self.core.entries[A].state
-
-    def matched(self) -> int:
-        (event,) = self.told("begun")
-        return event.begun.matched_tokens // PAGE
-
-    def choices(self) -> dict[str, int]:
-        return dict(self.core.fetches.judge.choices)
 
 
 def full_pool(setting: str = ALWAYS) -> Waiting:

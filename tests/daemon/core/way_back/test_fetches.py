@@ -23,10 +23,12 @@ TAIL = b"T" * 32
 class Fetching(Prefill):
     """Session 1 has a way back."""
 
-    def __init__(self, setting: str = ALWAYS, *, zero_freed: bool = False) -> None:
+    def __init__(
+        self, setting: str = ALWAYS, *, pool: int = 64, page_bytes: int = 64, zero_freed: bool = False
+    ) -> None:
         super().__init__()
-        self.cache = Cache(64, PAGE, limits=CacheLimits(zero_freed=zero_freed))
-        self.core = PrefillCore(self.cache, PrefillLimits(table=8, way_back=WayBackLimits(setting, 64)))
+        self.cache = Cache(pool, PAGE, limits=CacheLimits(zero_freed=zero_freed))
+        self.core = PrefillCore(self.cache, PrefillLimits(table=8, way_back=WayBackLimits(setting, page_bytes)))
         self.core.fetches.session_up(1)
 
     def begin_a(self, *, warmup: bool = False, now: float = 0.0) -> None:
@@ -36,15 +38,15 @@ class Fetching(Prefill):
         self.core.begin(1, NAMESPACE, A, request, DEADLINE, now)
         self.take()
 
-    def ask_a(self, held: int = FULL, *, session: int = 1, now: float = 0.0) -> None:
+    def ask_a(self, held: int = FULL, *, session: int = 1, now: float = 0.0, full: int = FULL) -> None:
         ask = peer.Ask(
             transfer=1,
             name=A.to_proto(),
             namespace_id=NAMESPACE,
-            first_page=FULL,
+            first_page=full,
             pages=1,
-            tokens=TOKENS,
-            last_full_digest=digests("x", FULL)[-32:],
+            tokens=full * PAGE + 1,
+            last_full_digest=digests("x", full)[-32:],
             tail_digest=TAIL,
             held_tokens=held * PAGE,
         )
