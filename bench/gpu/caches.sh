@@ -3,7 +3,7 @@
 # caches: latents (MLA), FP8, a draft model's beside the model's. BASE: a folder with a tokenizer and a config.json of Llama's.
 #   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   one GPU: latent latent-fp8 indexed fp8 e5m2 eagle eagle3 mtp draft
 #                                                         two: latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 latent-chaos-1:2
-# Two at once, each on a GPU: DEVICE, VLLM_UCX_BASE and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
+# Two at once, each on a GPU: DEVICE, VLLM_LANE (1, 2) and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
 # CASE_SECONDS (200): of each case. indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
 set -uo pipefail
 cd "$(dirname "$0")/../.."

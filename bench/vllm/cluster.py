@@ -53,6 +53,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 _SCRIPT = os.environ.get("VLLM_PROGRAM")
 PROGRAM = (str(PROGRAMS / _SCRIPT),) if _SCRIPT else ("-m", "vllm.entrypoints.openai.api_server")
 SIDE_PORT = 5600  # of NIXL's handshakes
+LANE = int(os.environ.get("VLLM_LANE", "0"))  # 0 to 9: of clusters beside each other on a host; ports and addresses
 GPU_SHARE = 0.2  # of a GPU's memory, for each engine
 SCHEDULER = ("--scheduler-cls", "kvferry.connectors.vllm.scheduler.KVFerryScheduler")  # of decode engines
 SMALL = ("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "1024")
@@ -172,7 +173,7 @@ class Cluster:
                 "kv_buffer_device": "cuda" if DEVICES else "cpu",
                 "kv_load_failure_policy": "recompute",
             }
-            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": f"127.0.0.{place}", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": f"127.0.{LANE}.{place}", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
             self._vllm(name, self._with_others(name, transfer), side)
         self._wait_for_all()
 
@@ -408,7 +409,7 @@ def free_port() -> int:
 
 
 def ucx_ports(place: int) -> str:
-    first = int(os.environ.get("VLLM_UCX_BASE", "22100")) + 32 * place
+    first = 22100 + 1000 * LANE + 32 * place
     return f"{first}-{first + 31}"
 
 

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import psutil
 from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
@@ -44,7 +44,6 @@ from rich.table import Table
 SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", "at-once")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
-Rows: TypeAlias = "list[dict[str, Any]]"
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
 
 
@@ -166,7 +165,7 @@ class Running:
         self.cluster = cluster
         self.url = start(cluster, system)
 
-    def cell(self, key: Key, args: argparse.Namespace) -> dict[str, object]:
+    def cell(self, key: Key, args: argparse.Namespace) -> dict[str, Any]:
         """Measured once, as a row."""
         rounds = max(1, round(args.requests / (key.at_once * (args.turns - 1))))
         shape = Shape(args.first, args.more, args.turns, key.output)
@@ -193,9 +192,9 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
         yield there
 
 
-def cells(there: list[Running], cache: str, args: argparse.Namespace, console: Console, visits: int) -> Rows:
-    """The cells of systems that are up, which are asked by turns."""
-    each_token, rows = token_bytes(model_folder()), []
+def measure(there: list[Running], cache: str, args: argparse.Namespace, console: Console, visits: int) -> None:
+    """The cells of systems that are up, which are asked by turns; each row is kept as it comes."""
+    each_token = token_bytes(model_folder())
     for state in ("young", "wrapped") if args.wrap else ("young",):
         if state == "wrapped":
             for each in there:
@@ -205,11 +204,11 @@ def cells(there: list[Running], cache: str, args: argparse.Namespace, console: C
                 key = Key(cache, state, at_once, output, args.ranks)
                 for number in range(visits):
                     for each in there if number % 2 == 0 else there[::-1]:
-                        rows.append(row := each.cell(key, args))
+                        row = each.cell(key, args)
+                        keep(args, row)
                         got = Measured(**row["got"])
                         told = f"TTFT {median(got.ttft_ms):.1f} ms, {median(got.per_second):.2f}/s"
                         console.print(f"{each.system}, {key}: {told}")
-    return rows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,8 +216,7 @@ def run(args: argparse.Namespace) -> int:
         print("VLLM_DEVICES is not set: cuda:0,cuda:1, or cuda:0 for all on one GPU")
         return 2
     console = Console(width=170)
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     if "offload" in args.systems and args.decode_cache != ["host"]:
         print(f"--systems has offload, --decode-cache is {args.decode_cache}; it must be host")
         return 2
@@ -226,18 +224,18 @@ def run(args: argparse.Namespace) -> int:
         spec = spec_of(args, cache, token_bytes(model_folder()))
         if args.together:
             with up(args.systems, spec, args, console) as there:
-                keep(output, args, cells(there, cache, args, console, args.visits))
+                measure(there, cache, args, console, args.visits)
             continue
         for number in range(args.visits):
             for system in args.systems if number % 2 == 0 else args.systems[::-1]:
                 with up([system], spec, args, console) as there:
-                    keep(output, args, cells(there, cache, args, console, 1))
+                    measure(there, cache, args, console, 1)
     return 0
 
 
-def keep(output: Path, args: argparse.Namespace, rows: Rows) -> None:
-    head = {"machine": f"{gpus()}, {machine()}", "devices": DEVICES, "shape": {**vars(args), "go": ""}, "rows": rows}
-    with output.open("a") as file:
+def keep(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    head = {"machine": f"{gpus()}, {machine()}", "devices": DEVICES, "shape": {**vars(args), "go": ""}, "rows": [row]}
+    with Path(args.output).open("a") as file:
         file.write(json.dumps({**head, "model": model_told(model_folder()), "places": places(args.ranks)}) + "\n")
 
 
