@@ -34,7 +34,7 @@ def test_the_table_says_which_model_and_where_its_ranks_were(
     monkeypatch.setenv("VLLM_MODEL", str(model))
     monkeypatch.setattr(compare, "DEVICES", GPUS)
     monkeypatch.setattr(compare, "gpus", lambda: "4 GPUs")
-    args = argparse.Namespace(ranks="2:4", first=8192, more=512, turns=6)
+    args = argparse.Namespace(output=str(tmp_path / "rows.json"), ranks="2:4", first=8192, more=512, turns=6)
     told = {"P e2e": [30.0], "kvferry bytes": [4.0 * (1 << 20)], "kvferry loads": [2.0], "kvferry load seconds": [0.05]}
     got = compare.Measured(first_ms=[250.0], ttft_ms=[70.0, 74.0], between_ms=[7.0], second_ms=[30.0], told=told)
     row = {"system": "blocks", "key": asdict(compare.Key("all", "young", 1, 16, "2:4")), "got": asdict(got)}
@@ -44,7 +44,8 @@ def test_the_table_says_which_model_and_where_its_ranks_were(
         "memory": {"prefill": 2048, "prefill daemon": 1024},
         "cores": {"prefill": 1.5, "prefill daemon": 0.25},
     }
-    compare.keep(tmp_path / "rows.json", args, [old, new])
+    for each in (old, new):
+        compare.keep(args, each)
     monkeypatch.setattr(sys, "argv", ["-", "table", str(tmp_path / "rows.json"), "--output", str(tmp_path / "table")])
     assert compare.main() == 0
     table = (tmp_path / "table").read_text()
