@@ -117,7 +117,7 @@ def group_of(process: int, thread: int, name: str) -> str:
 
 
 def body_of(prompt: list[int], **more: object) -> bytes:
-    asked = {"model": "m", "temperature": 0, "ignore_eos": True, "prompt": prompt, **more}
+    asked = {"temperature": 0, "ignore_eos": True, "prompt": prompt, **more}
     return json.dumps(asked).encode()
 
 
