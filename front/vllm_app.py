@@ -83,7 +83,13 @@ def create_app(front: VllmFront) -> Starlette:
 
     async def stats(request: Request) -> Response:
         servers = [
-            {"role": role, "url": server.url, "dp_rank": server.place.dp_rank, "running": server.running}
+            {
+                "role": role,
+                "url": server.url,
+                "dp_rank": server.place.dp_rank,
+                "running": server.running,
+                "unready": server.unready,
+            }
             for role, group in (("prefill", front.prefill), ("decode", front.decode))
             for server in group
         ]
