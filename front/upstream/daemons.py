@@ -1,4 +1,4 @@
-"""Decode servers' daemons: each is asked again and again, by grpc.health.v1, whether hand-offs to its engine are of use.
+"""Decode servers' daemons: each is asked again and again, by grpc.health.v1, whether hand-offs to it are of use.
 
 A server whose daemon says no, or nothing, computes prompts itself: it is handed nothing over meanwhile. One that nobody
 has named a daemon of is handed all that comes to it, and so is one whose daemon has not been heard of yet.
@@ -121,8 +121,10 @@ class _Daemon:
         reply = await call
         if reply.status == health_pb2.HealthCheckResponse.SERVING:
             return ""
-        told = [value for key, value in await call.trailing_metadata() if key == HEALTH_WHY]
-        return (b"; ".join(told) or b"it does not serve").decode(errors="replace")[:MAX_WHY_CHARS]
+        for key, value in await call.trailing_metadata():
+            if key == HEALTH_WHY and isinstance(value, bytes):
+                return value.decode(errors="replace")[:MAX_WHY_CHARS]
+        return "it does not serve"
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
