@@ -149,7 +149,9 @@ def test_clients_have_an_endpoint_whose_front_end_reaches_every_engine(
     if vllm:
         given = {"prefill": sum(args.vllm_prefill, ()), "decode": sum(args.vllm_decode, ())}
         assert [place.daemon for place in given["prefill"]] == ["prefill-0", "prefill-1"]
-        assert [place.daemon_address for place in given["decode"]] == [f"decode-{i}.kvferry-decode:7070" for i in (0, 1)]
+        assert [place.daemon_address for place in given["decode"]] == [
+            f"decode-{i}.kvferry-decode:7070" for i in (0, 1)
+        ]
         found = {role: [place.url for place in places] for role, places in given.items()}
         assert found == {role: [f"http://{address}" for address in told] for role, told in wanted.items()}
     else:
