@@ -73,8 +73,8 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=flags.parsed(parse_decode),
         metavar="[DAEMON=]URL[,RANKS]",
-        help="decode servers; http://HOST:PORT, or dns+http://NAME:PORT for all addresses of a name. DAEMON: HOST:PORT of "
-        "the daemon beside it, with {dp_rank} and {address} likewise; while it is away nothing is handed over there",
+        help="decode servers; http://HOST:PORT, or dns+http://NAME:PORT for all addresses of a name. DAEMON: HOST:PORT "
+        "of the daemon beside it, with {dp_rank} and {address} likewise; while it is away nothing is handed over there",
     )
     vllm.add_argument(
         "--first-token",

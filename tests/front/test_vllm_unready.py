@@ -83,7 +83,9 @@ async def daemon_with(health: Slow, port: int = 0) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-def test_one_late_answer_changes_nothing_and_two_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_late_answer_changes_nothing_and_two_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(daemons, "ROUND_SECONDS", 0.02)
     monkeypatch.setattr(daemons, "ANSWER_SECONDS", 0.3)
 
@@ -98,9 +100,10 @@ def test_one_late_answer_changes_nothing_and_two_do(monkeypatch: pytest.MonkeyPa
             await until(lambda: not server.unready)
             asked, health.late = health.asked, 1
             await until(lambda: health.asked > asked + 4 and not health.late)
-            assert not server.unready
+            assert not server.unready and "DEADLINE_EXCEEDED" not in caplog.text
             health.late = 2
             await until(lambda: server.unready.startswith("DEADLINE_EXCEEDED"))
+            assert "decode server http://a: its daemon at" in caplog.text
             await until(lambda: not server.unready)
             health.drain()
             await until(lambda: server.unready == "it drains")
