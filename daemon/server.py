@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 from kvferry.daemon import backstop
 from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
-from kvferry.daemon.config.values import ENGINE_SERVICE, ConfigError
+from kvferry.daemon.config.values import ConfigError
 from kvferry.daemon.grpc_servers import CALLS_PER_CLIENT, GrpcServers, make_servers
 from kvferry.daemon.memory.capacity import host_lacks
 from kvferry.daemon.observe.health import HealthWatch
@@ -46,6 +46,7 @@ from kvferry.proto import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from kvferry.proto.health import ENGINE_SERVICE
 from kvferry.signals import end_signals
 from kvferry.transfer.courier.link import CourierError
 from kvferry.transfer.mapping.segment import FileLock, owned_files, reclaim_stale

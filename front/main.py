@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvferry import flags, listening, tracing
-from kvferry.channels import ChannelError, add_tls_arguments, tls_of
+from kvferry.channels import ChannelError, ClientTls, add_tls_arguments, tls_of
 from kvferry.front import vllm_server as front_vllm_server
 from kvferry.front.edge import settings as edge_settings
 from kvferry.front.edge.settings import EdgeSettings
@@ -72,8 +72,9 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         type=flags.parsed(parse_decode),
-        metavar="URL[,RANKS]",
-        help="decode servers; http://HOST:PORT, or dns+http://NAME:PORT for all addresses of a name",
+        metavar="[DAEMON=]URL[,RANKS]",
+        help="decode servers; http://HOST:PORT, or dns+http://NAME:PORT for all addresses of a name. DAEMON: HOST:PORT "
+        "of the daemon beside it, with {dp_rank} and {address} likewise; while it is away nothing is handed over there",
     )
     vllm.add_argument(
         "--first-token",
@@ -154,11 +155,12 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         edge = edge_settings.settings_of(args)
+        daemon_tls = tls_of(args)
         if args.vllm_decode:
-            return _run_before_vllm(args, host, port, edge)
+            return _run_before_vllm(args, host, port, edge, daemon_tls)
         with _process(args):
-            return _run(args, host, port, edge)
-    except (SecretFileError, tracing.TracingError) as error:
+            return _run(args, host, port, edge, daemon_tls)
+    except (SecretFileError, ChannelError, tracing.TracingError) as error:
         print(f"kvferry front: {error}", file=sys.stderr)
         return 2
 
@@ -174,7 +176,9 @@ def _process(args: argparse.Namespace) -> Iterator[None]:
         tracing.shutdown()
 
 
-def _run_before_vllm(args: argparse.Namespace, host: str, port: int, edge: EdgeSettings) -> int:
+def _run_before_vllm(
+    args: argparse.Namespace, host: str, port: int, edge: EdgeSettings, daemon_tls: ClientTls | None
+) -> int:
     return front_vllm_server.run(
         VllmConfig(
             prefill=tuple(chain.from_iterable(args.vllm_prefill)),
@@ -188,18 +192,14 @@ def _run_before_vllm(args: argparse.Namespace, host: str, port: int, edge: EdgeS
             engine_token=edge.engine_token,
             passes_authorization=edge.keys is None,
             first_token=args.first_token,
+            daemon_tls=daemon_tls,
         ),
         front_vllm_server.VllmServing(host, port, args.wait_seconds, args.grace, args.processes, edge),
         under=lambda: _process(args),
     )
 
 
-def _run(args: argparse.Namespace, host: str, port: int, edge: EdgeSettings) -> int:
-    try:
-        daemon_tls = tls_of(args)
-    except ChannelError as error:
-        print(f"kvferry front: {error}", file=sys.stderr)
-        return 2
+def _run(args: argparse.Namespace, host: str, port: int, edge: EdgeSettings, daemon_tls: ClientTls | None) -> int:
     config = FrontConfig(
         host=host,
         port=port,

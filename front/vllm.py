@@ -17,9 +17,11 @@ from typing import Literal, NamedTuple
 import httpx
 
 from kvferry import tracing
+from kvferry.channels import ClientTls
 from kvferry.front.edge.metrics import FrontMetrics, Role
 from kvferry.front.first_token.answer import SentToken, as_whole_reply, first_token_of
 from kvferry.front.upstream.connections import Connections
+from kvferry.front.upstream.daemons import DecodeDaemons
 from kvferry.front.upstream.legs import Away, Calls, Legs, PrefillHalf, Server, VllmPrefillFailed, timeout_of
 from kvferry.front.upstream.names import NamedServers
 from kvferry.front.vllm_body import Body, Refusal
@@ -49,6 +51,7 @@ class VllmConfig:
     engine_token: BearerToken | None = None  # sent in the place of the clients' authorization
     passes_authorization: bool = True  # the clients' own is the servers' to judge
     first_token: Literal["prefill", "decode"] = "decode"  # whose goes to the client
+    daemon_tls: ClientTls | None = None  # of health checks
 
 
 class Caller(NamedTuple):
@@ -62,7 +65,7 @@ class Caller(NamedTuple):
 @dataclass(slots=True)
 class VllmCounts:
     requests: int = 0
-    alone: int = 0  # went to decode only, since it cannot be split or no prefill server is up
+    alone: int = 0  # went to decode only: it cannot be split, no prefill server is up, or no decode daemon is ready
     again: int = 0  # prefill failed before the first byte: decode was asked once more, alone
     moved: int = 0  # times that another decode server was asked, since one could not be reached
     refused: int = 0
@@ -81,18 +84,26 @@ class VllmFront:
     client: httpx.AsyncClient = field(init=False)  # for what is no request's leg
     calls: Calls = field(init=False)
     names: NamedServers = field(init=False)
+    daemons: DecodeDaemons = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefill = [Server(place) for place in self.config.prefill if not place.is_name]
         self.decode = [Server(place) for place in self.config.decode if not place.is_name]
         told = [place for place in (*self.config.prefill, *self.config.decode) if place.is_name]
         self.names = NamedServers(told, self.healthy, self._found)
+        self.daemons = DecodeDaemons(lambda: self.decode, self.config.daemon_tls)
         timeout = timeout_of(self.config.first_token_s)
         self.calls = Calls(self.connections, self.metrics, self.clock, self.config.first_token_s)
         self.client = httpx.AsyncClient(timeout=timeout, transport=self.connections, trust_env=False)
 
+    def start(self) -> None:
+        """Looks for servers behind names, and at their daemons, until `close`."""
+        self.names.start()
+        self.daemons.start()
+
     async def close(self) -> None:
         await self.names.close()
+        await self.daemons.close()
         await self.client.aclose()
 
     async def healthy(self, url: str) -> bool:
@@ -159,7 +170,8 @@ class VllmFront:
 
     async def _at(self, stack: contextlib.AsyncExitStack, decode: Server, legs: Legs, body: Body) -> DecodeAnswer:
         splits = legs.path in SPLIT_PATHS and body.can_be_split
-        prefill = self.choose_prefill() if splits else None
+        unready = decode.unready
+        prefill = self.choose_prefill() if splits and not unready else None
         if prefill is not None and body.asks_one_token and self._hurries:
             return await self._one_token(stack, prefill, decode, legs, body)
         if prefill is not None:
@@ -167,7 +179,7 @@ class VllmFront:
         reply = await self.calls.begun(stack, decode, legs, body.alone())
         self.counts.alone += 1  # not before: one that cannot be reached computes nothing
         if legs.path in SPLIT_PATHS:
-            self.metrics.alone("no_prefill" if splits else "whole")
+            self.metrics.alone("whole" if not splits else "no_daemon" if unready else "no_prefill")
         return reply
 
     async def _both(
@@ -311,12 +323,14 @@ class VllmFront:
         return min(up, key=lambda server: server.running, default=None)
 
     def choose_decode(self, head: bytes, without: Sequence[Server] = ()) -> Server:
-        """The server where this conversation's beginning belongs, unless it has much more to do than the others."""
+        """The server where this conversation's beginning belongs, unless it has much more to do than the others. Those
+        whose daemons are not ready are passed over while there are others."""
         now = self.clock()
         known = [server for server in self.decode if server not in without]
         up = [server for server in known if server.down_until <= now] or known
         if not up:
             raise Refusal(503, "no decode server is known: none of those that DNS names is well")
+        up = [server for server in up if not server.unready] or up
         bound = self.config.load_factor * sum(server.running for server in up) / len(up) + self.config.load_slack
         free = [server for server in up if server.running <= bound]
         return max(free or up, key=lambda server: hashlib.sha256(server.place.label.encode() + head).digest())

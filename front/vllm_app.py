@@ -22,6 +22,8 @@ from starlette.types import Receive
 from kvferry import tracing
 from kvferry.front.bodies import Bodies, BodyRefused
 from kvferry.front.edge.exchange import LEFT, request_id_of
+from kvferry.front.edge.metrics import Role
+from kvferry.front.upstream.legs import Server
 from kvferry.front.vllm import SPLIT_PATHS, WHOLE_PATHS, Caller, VllmFront
 from kvferry.front.vllm_body import MAX_BODY_BYTES, Refusal, parse_body
 from kvferry.front.vllm_reply import StreamedReply
@@ -83,9 +85,8 @@ def create_app(front: VllmFront) -> Starlette:
 
     async def stats(request: Request) -> Response:
         servers = [
-            {"role": role, "url": server.url, "dp_rank": server.place.dp_rank, "running": server.running}
-            for role, group in (("prefill", front.prefill), ("decode", front.decode))
-            for server in group
+            *(_told("prefill", each) for each in front.prefill),
+            *(_told("decode", each) for each in front.decode),
         ]
         return JSONResponse({**asdict(front.counts), "running": front.running, "servers": servers})
 
@@ -99,6 +100,12 @@ def create_app(front: VllmFront) -> Starlette:
         ],
         exception_handlers={HTTPException: _no_such_route},
     )
+
+
+def _told(role: Role, server: Server) -> dict[str, str | int | None]:
+    """What the counts say of a server."""
+    told = {"role": role, "url": server.url, "dp_rank": server.place.dp_rank, "running": server.running}
+    return {**told, "unready": server.unready}
 
 
 async def _models(front: VllmFront, request: Request) -> httpx.Response:

@@ -22,6 +22,7 @@ class Place(NamedTuple):
     daemon: str = ""  # name of a prefill server's
     dp_rank: int | None = None
     name: str = ""  # the URL with the name of DNS that has it
+    daemon_address: str = ""  # HOST:PORT of a decode server's; empty: it is not asked for its health
 
     @property
     def told(self) -> str:
@@ -45,13 +46,14 @@ class Place(NamedTuple):
         """The server at one of the name's addresses."""
         host = f"[{address}]" if ":" in address else address
         daemon = self.daemon.replace(ADDRESS, _NOT_IN_NAMES.sub("-", address))
-        return Place(f"http://{host}:{self.host_and_port[1]}", daemon, self.dp_rank, self.url)
+        beside = self.daemon_address.replace(ADDRESS, host)
+        return Place(f"http://{host}:{self.host_and_port[1]}", daemon, self.dp_rank, self.url, beside)
 
 
 def parse_prefill(text: str) -> tuple[Place, ...]:
     """NAME=URL, or NAME-{dp_rank}=URL,RANKS: each rank's place. ValueError says what is wrong."""
     name, _, url = text.partition("=")
-    places = parse_decode(url or text)
+    places = _servers(url or text)
     names = [name if place.dp_rank is None else name.replace(DP_RANK, str(place.dp_rank)) for place in places]
     fit = all(1 <= len(each) <= MAX_NAME_CHARS and "/" not in each for each in names)
     if not url or not fit or len(set(names)) < len(places):
@@ -63,6 +65,29 @@ def parse_prefill(text: str) -> tuple[Place, ...]:
 
 
 def parse_decode(text: str) -> tuple[Place, ...]:
+    """URL or URL,RANKS, or DAEMON=URL with the address of the daemon beside it, which has {dp_rank} where there are
+    ranks and {address} where the URL has a name of DNS. ValueError says what is wrong."""
+    daemon, equals, url = text.partition("=")
+    if not equals or "://" in daemon:
+        return _servers(text)
+    places = _servers(url)
+    beside = [daemon if place.dp_rank is None else daemon.replace(DP_RANK, str(place.dp_rank)) for place in places]
+    if not all(map(_is_dialled, beside)) or len(set(beside)) < len(places):
+        ranks = f", for each of its {len(places)} ranks another by {DP_RANK}" if len(places) > 1 else ""
+        raise ValueError(f"must have its daemon's HOST:PORT{ranks} before =, got {text!r}")
+    if places[0].is_name and ADDRESS not in daemon:
+        raise ValueError(f"must have {ADDRESS} before =, since each server of {DNS} has a daemon, got {text!r}")
+    return tuple(place._replace(daemon_address=each) for place, each in zip(places, beside, strict=True))
+
+
+def _is_dialled(text: str) -> bool:
+    try:
+        return addresses.split(text)[1] > 0
+    except ValueError:
+        return False
+
+
+def _servers(text: str) -> tuple[Place, ...]:
     """URL, or URL,RANKS: the place of each data-parallel rank. ValueError says what is wrong."""
     url, comma, ranks = text.partition(",")
     url = url.rstrip("/")

@@ -71,7 +71,7 @@ async def _serve(config: VllmConfig, sockets: Sockets, serving: VllmServing, rea
     for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     front = VllmFront(config)
-    front.names.start()
+    front.start()
 
     async def tell() -> None:
         await _answering(front, serving.wait_s)

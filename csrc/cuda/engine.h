@@ -35,7 +35,7 @@ struct CopyTuning {
   unsigned buffers = 4;                    // a direction
   // For copies that fill more than those, or are behind others, and kept from then on. Kernels of an engine's process and
   // this one's have the GPU by turns, of some 4 ms: all that the bus moves until the next turn has to lie in buffers.
-  // Eight are enough for the bus (bench/results/gpu_host_tier.txt): each is memory that an engine beside has not.
+  // Each is memory that an engine beside has not. A daemon's restores have more (daemon/memory/gpu_ranks.py).
   unsigned deep_buffers = 8;
   // Of what goes over the bus at a time for copies behind others, while kernels beside them hold every multiprocessor (MPS):
   // at 0.97 of the bus in such pieces products are slowed by 1.2 %, at 0.99 in longer ones by 1.8 %.

@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvferry.channels import ChannelError, add_tls_arguments, open_channel, tls_of
 from kvferry.daemon.cli.find_daemon import ADDRESS_HELP, default_address
-from kvferry.daemon.config.values import ENGINE_SERVICE, HEALTH_WHY
+from kvferry.proto.health import ENGINE_SERVICE, HEALTH_WHY
 
 STATUS = health_pb2.HealthCheckResponse.ServingStatus
 

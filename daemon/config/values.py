@@ -14,9 +14,6 @@ from collections.abc import Iterable
 from kvferry import addresses, flags
 from kvferry.proto.limits import MAX_NAME_CHARS
 
-ENGINE_SERVICE = "engine"  # of a daemon's health: whether each of its roles has an engine, and its pool
-HEALTH_WHY = "kvferry-why-bin"  # metadata of a health check's answer: why not, in UTF-8
-
 _SIZE = re.compile(r"^\s*([0-9]{1,20})\s*([KMGT]i?B|B)?\s*$", re.IGNORECASE)
 _HALF_SIZE = re.compile(r"^\s*([0-9]{1,20})\s*([KMGT])i?\s*$", re.IGNORECASE)  # as other programs take them
 _DAEMONS_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARS - 1}}}")

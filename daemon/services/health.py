@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.daemon.config.values import ENGINE_SERVICE, HEALTH_WHY
+from kvferry.proto.health import ENGINE_SERVICE, HEALTH_WHY
 
 if TYPE_CHECKING:
     from kvferry.daemon.services.worker import Context

@@ -24,7 +24,7 @@ REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 Role = Literal["prefill", "decode"]
 LegResult = Literal["ok", "failed", "refused", "cancelled"]
-AloneReason = Literal["whole", "short", "no_prefill", "prefill_failed"]
+AloneReason = Literal["whole", "short", "no_prefill", "no_daemon", "prefill_failed"]
 BrokenBy = Literal["client", "server"]
 FirstTokenEnd = Literal["met", "gone_on", "unlike", "lost", "whole"]
 
@@ -65,7 +65,7 @@ class FrontMetrics:
         self.decode_alone = Counter(
             "kvferry_front_decode_alone", "Prompts that a decode server computed", ["reason"], registry=own
         )
-        for reason in ("whole", "short", "no_prefill", "prefill_failed"):
+        for reason in get_args(AloneReason):
             self.decode_alone.labels(reason)
         for by in ("client", "server"):
             self.broken.labels(by)

@@ -29,6 +29,7 @@ class Server:
     place: Place
     running: int = 0
     down_until: float = 0.0
+    unready: str = ""  # why hand-offs to it are of no use, by its daemon's word; empty: they are, or nobody has said
 
     @property
     def url(self) -> str:

@@ -138,6 +138,8 @@ def test_engines_and_front_ends_take_their_words(charts: dict[str, list[Document
         assert {place.url for places in args.vllm_decode for place in places} == {
             f"http://{a}" for a in reachable["decode"]
         }
+        daemons = {place.daemon_address for places in args.vllm_decode for place in places}
+        assert daemons == {address.rpartition(":")[0] + ":7070" for address in reachable["decode"]}
         named = {(place.daemon, place.url) for places in args.vllm_prefill for place in places}
         assert named == {(address.partition(".")[0], f"http://{address}") for address in reachable["prefill"]}
     else:

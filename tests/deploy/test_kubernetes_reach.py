@@ -52,7 +52,7 @@ def test_sessions_are_mutual_tls_with_the_names_that_each_side_expects(
             assert parse_address(config.peer_service)[0] in made["kvferry-prefill-tls"]["dnsNames"]
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu", "rdma"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "gpu-plugin", "rdma"])
 def test_front_ends_look_up_with_a_certificate(overlays: dict[str, list[Document]], overlay: str) -> None:
     documents = overlays[overlay]
     made = {d["spec"]["secretName"]: d["spec"] for d in of_kind(documents, "Certificate")}
@@ -149,6 +149,9 @@ def test_clients_have_an_endpoint_whose_front_end_reaches_every_engine(
     if vllm:
         given = {"prefill": sum(args.vllm_prefill, ()), "decode": sum(args.vllm_decode, ())}
         assert [place.daemon for place in given["prefill"]] == ["prefill-0", "prefill-1"]
+        assert [place.daemon_address for place in given["decode"]] == [
+            f"decode-{i}.kvferry-decode:7070" for i in (0, 1)
+        ]
         found = {role: [place.url for place in places] for role, places in given.items()}
         assert found == {role: [f"http://{address}" for address in told] for role, told in wanted.items()}
     else:

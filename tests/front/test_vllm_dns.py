@@ -54,7 +54,7 @@ def dns(monkeypatch: pytest.MonkeyPatch) -> Dns:
 async def front_of(port: int) -> AsyncIterator[tuple[VllmFront, httpx.AsyncClient]]:
     """A front end that looks NAME up again and again, and a client of it."""
     front = VllmFront(VllmConfig(prefill=(), decode=(Place(f"dns+http://{NAME}:{port}"),)))
-    front.names.start()
+    front.start()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(front)), base_url="http://front") as client:
         yield front, client
     await front.close()

@@ -82,6 +82,29 @@ def test_each_prefill_server_has_its_daemon_and_its_ranks() -> None:
     assert {place.told for place in found} == {"dns+http://prefill.svc:8000"}
 
 
+def test_each_decode_server_may_have_a_daemon_that_is_asked() -> None:
+    found: list[Place] = []
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["10.0.0.1", "fd00::2"]
+
+    async def run() -> None:
+        await NamedServers(
+            parse_decode("{address}:707{dp_rank}=dns+http://d:8000,2"), well, found.extend, resolve
+        ).look()
+
+    asyncio.run(run())
+    assert [(place.url, place.daemon_address, place.dp_rank) for place in found] == [
+        ("http://10.0.0.1:8000", "10.0.0.1:7070", 0),
+        ("http://[fd00::2]:8000", "[fd00::2]:7070", 0),
+        ("http://10.0.0.1:8000", "10.0.0.1:7071", 1),
+        ("http://[fd00::2]:8000", "[fd00::2]:7071", 1),
+    ]
+    assert not any(place.daemon for place in found)
+    assert parse_decode("[::1]:7070=http://h:1/") == (Place("http://h:1", daemon_address="[::1]:7070"),)
+    assert parse_decode("http://h:1/?a=b") == (Place("http://h:1/?a=b"),)
+
+
 def test_no_more_addresses_than_the_bound_are_used_and_asked_at_once(caplog: pytest.LogCaptureFixture) -> None:
     asking, most = 0, 0
     found: list[Place] = []
@@ -132,6 +155,13 @@ def test_a_front_end_that_runs_finds_its_servers_by_name() -> None:
         (parse_decode, "dns+http://host", "must have HOST:PORT .* behind dns"),
         (parse_decode, "dns+https://host:1", "must be a URL"),
         (parse_prefill, "p=dns+http://host:1", r"must have \{address\} in NAME"),
+        (parse_prefill, "h:1=h:2=http://host:1", "must be a URL"),
+        (parse_decode, "h=http://host:1", "must have its daemon's HOST:PORT before =, got"),
+        (parse_decode, "=http://host:1", "must have its daemon's HOST:PORT before =, got"),
+        (parse_decode, "h:0=http://host:1", "must have its daemon's HOST:PORT before =, got"),
+        (parse_decode, "h:1=http://host:1,2", r"HOST:PORT, for each of its 2 ranks another by \{dp_rank\} before ="),
+        (parse_decode, "h:1=dns+http://host:1", r"must have \{address\} before =, since each server"),
+        (parse_decode, "h:1=host:1", "must be a URL"),
     ],
 )
 def test_what_is_no_name(parse: object, text: str, says: str) -> None:

@@ -8,6 +8,7 @@ POOLS_END = ("tests/client/test_pools_end.py",)
 BLOCKS = ("tests/connectors/test_blocks.py",)
 LOOKUPS = ("tests/connectors/worker_side/test_lookups.py",)
 CHAIN = ("tests/connectors/test_prompt_chain.py",)
+UNREADY = ("tests/front/test_vllm_unready.py",)
 SCHEDULER = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
 COPIES = ("tests/connectors/worker_side/test_copies.py",)
 ENDS = ("tests/connectors/worker_side/test_ends.py",)
@@ -391,6 +392,38 @@ DECIDED: tuple[Guard, ...] = (
         " or self._tokens > self._max_tokens",
         "",
         ("tests/front/test_reply_memory.py",),
+    ),
+    Guard(
+        "prompts are handed over where decode's daemon is not ready",
+        "front/vllm.py",
+        "VllmFront._at",
+        "if splits and not unready else",
+        "if splits else",
+        UNREADY,
+    ),
+    Guard(
+        "a decode server that is not ready is chosen before one that is",
+        "front/vllm.py",
+        "VllmFront.choose_decode",
+        "up = [server for server in up if not server.unready] or up",
+        "pass",
+        UNREADY,
+    ),
+    Guard(
+        "a daemon that is late once is not ready",
+        "front/upstream/daemons.py",
+        "_Daemon.unready",
+        "late == TRIES or",
+        "True or",
+        UNREADY,
+    ),
+    Guard(
+        "what a daemon was said to be stands when it does not answer",
+        "front/upstream/daemons.py",
+        "_Daemon.unready",
+        "if late == TRIES or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:",
+        "if False:",
+        UNREADY,
     ),
 )
 
