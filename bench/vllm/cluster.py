@@ -163,9 +163,7 @@ class Cluster:
 
     def nixl(self) -> None:
         """Prefill and decode engines with vLLM's own connector; routers ask prefill first."""
-        port = (
-            SIDE_PORT if CACHES else free_port()
-        )  # vLLM's compile caches go by it: one for all, and so an address each
+        port = SIDE_PORT if CACHES else free_port()  # compile caches go by it: one for all, and so an address each
         for place, name in enumerate((*self.prefills, *self.decodes), 1):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
@@ -183,6 +181,11 @@ class Cluster:
         words += [",".join(self.engines[name].url for name in self.decodes)]
         words += [self.engines[name].url for name in self.prefills]
         self.front = self._wait(self._spawn("front", port, words, {})).url
+
+    def router(self, words: list[str], settings: dict[str, str] | None = None) -> str:
+        """Starts another's, whose port stands behind the words: its URL."""
+        port = free_port()
+        return self._wait(self._spawn("router", port, [*words, str(port)], settings or {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
@@ -299,10 +302,8 @@ class Cluster:
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
         blocks = 0
         if name != "alone":
-            of_decode, of_prefill = (
-                (self.spec.decode_flags, self.spec.decode_blocks),
-                (self.spec.prefill_flags, self.spec.prefill_blocks),
-            )
+            spec = self.spec
+            of_decode, of_prefill = (spec.decode_flags, spec.decode_blocks), (spec.prefill_flags, spec.prefill_blocks)
             more, blocks = of_decode if role == "decode" else of_prefill
             words += more
         if (ranks := self.spec.ranks.get(role, 1)) > 1:
@@ -329,10 +330,8 @@ class Cluster:
         if CACHES:  # one for each: two that compile at once do not share
             root = Path(CACHES) / name
             settings["VLLM_CACHE_ROOT"] = str(root)
-            settings["TRITON_CACHE_DIR"], settings["TORCHINDUCTOR_CACHE_DIR"] = (
-                str(root / "triton"),
-                str(root / "inductor"),
-            )
+            settings["TRITON_CACHE_DIR"] = str(root / "triton")
+            settings["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
         return self._spawn(name, port, words, {**settings, **(environment or {})})
 
     def _devices(self, name: str) -> list[str]:
