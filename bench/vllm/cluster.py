@@ -10,8 +10,10 @@ VLLM_TIE      another token than the reference's is allowed where its two best l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -401,10 +403,12 @@ def model_folder() -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those of couriers, and of outgoing connections, one of which might take it before the server does."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ucx_ports(place: int) -> str:

@@ -17,70 +17,92 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import httpx
 from chat import Load, Reply, compared, run_chats, texts
 from cluster import MODEL_NAME, PROGRAMS, PYTHON, Cluster, Log, Spec, free_port, replace
 
 # Decode's blocks hold a part of the chats: the rest is to come from its daemon.
 WAITS = {"deadline_seconds": 120.0}
 SPEC = Spec(decode_blocks=34, extra=WAITS, extra_of={"decode": {"prefill": "prefill"}})
+UP_SECONDS = 60.0
 Replies = list[list[Reply]]
 Start = Callable[[Cluster], str]  # gives the router's URL
 
 
-def vllm_router(program: Path, cluster: Cluster) -> str:
+def vllm_router(program: str, cluster: Cluster) -> str:
     prefill, decode = cluster.engines["prefill"].url, cluster.engines["decode"].url
     words = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", prefill, "--decode", decode]
     words += ["--policy", "round_robin", "--prometheus-port", str(free_port()), "--host", "127.0.0.1", "--port"]
-    return cluster.router([str(program), *words])
+    return cluster.router([program, *words])
 
 
-def production_stack(program: Path, cluster: Cluster) -> str:
+def production_stack(program: str, cluster: Cluster) -> str:
     names = ("prefill", "decode")
     words = ["--routing-logic", "disaggregated_prefill_orchestrated", "--service-discovery", "static"]
     words += ["--static-backends", ",".join(cluster.engines[name].url for name in names)]
     words += ["--static-models", f"{MODEL_NAME},{MODEL_NAME}", "--static-model-labels", ",".join(names)]
     words += ["--prefill-model-labels", "prefill", "--decode-model-labels", "decode", "--host", "127.0.0.1", "--port"]
-    return cluster.router([str(program), *words])
+    return cluster.router([program, *words])
 
 
-def dynamo(site: Path, cluster: Cluster) -> str:
+def dynamo(site: str, cluster: Cluster) -> str:
     words = [str(PYTHON), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port"]
-    return cluster.router(words, {"PYTHONPATH": str(site)})
+    return cluster.router(words, {"PYTHONPATH": site})
 
 
-def name_dynamo(site: Path) -> Spec:
+def name_dynamo(site: str) -> Spec:
     """Engines that are Dynamo's workers. They and its front end find each other in a folder below their own."""
     here = dict.fromkeys(("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
-    os.environ |= {**here, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "dynamo", "DYNAMO_SITE": str(site.resolve())}
+    os.environ |= {**here, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "dynamo", "DYNAMO_SITE": site}
     os.environ["DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS"] = '["generate"]'
     return replace(SPEC, program=(str(PROGRAMS / "dynamo_worker.py"),))
+
+
+async def asked_until_pages_come(url: str, cluster: Cluster) -> None:
+    """A router may be up before it has found its servers, and have decode alone for a while."""
+    deadline = time.monotonic() + UP_SECONDS
+    for number in itertools.count(1000):
+        with contextlib.suppress(RuntimeError, httpx.TransportError):
+            await run_chats(url, Load(1, 1, 60, 1, first=number))
+        if cluster.stats("decode").transfers.delta_pages:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{url}: no page has come to decode in {UP_SECONDS:g} s")
+        await asyncio.sleep(0.5)
 
 
 def run(start: Start, spec: Spec, load: Load, reference: Replies) -> tuple[str, bool]:
     """What is told, and whether it did well: every token, pages that came from prefill, and some that were held."""
     with Cluster(spec) as cluster:
         cluster.kvferry()
-        comparison = compared(reference, asyncio.run(run_chats(start(cluster), load, texts(reference))))
+        url = start(cluster)
+        asyncio.run(asked_until_pages_come(url, cluster))
+        before = cluster.stats("decode")
+        comparison = compared(reference, asyncio.run(run_chats(url, load, texts(reference))))
         stats = cluster.stats("decode")
-        failed = sum(cluster.metric(name, "vllm:kvferry_failed_total") for name in ("prefill", "decode"))
         loads = cluster.metric("decode", "vllm:kvferry_loads_total")
-    received, held = stats.transfers.delta_pages, stats.requests.hit_tokens
-    told = f"{comparison}; {loads:.0f} loads, {failed:.0f} failed; received {received} pages, held {held} tokens"
-    well = not (comparison.wrong or failed) and received > 0 and held > 0
+        failed = sum(cluster.metric(name, "vllm:kvferry_failed_total") for name in ("prefill", "decode"))
+    received = stats.transfers.delta_pages - before.transfers.delta_pages
+    held = stats.requests.hit_tokens - before.requests.hit_tokens
+    told = f"{comparison}; received {received} pages, the daemon held {held} tokens; {failed:.0f} failed"
+    well = not (comparison.wrong or failed) and received > 0 and held > 0 and loads > 0
     return "\n".join([told, *comparison.told]), well
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-router", type=Path)
-    parser.add_argument("--production-stack", type=Path)
-    parser.add_argument("--dynamo", type=Path)
+    parser.add_argument("--vllm-router", type=os.path.abspath)
+    parser.add_argument("--production-stack", type=os.path.abspath)
+    parser.add_argument("--dynamo", type=os.path.abspath)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     starts: dict[str, tuple[Start, Spec]] = {}
@@ -89,7 +111,7 @@ def main() -> int:
     if args.production_stack:
         starts["production-stack"] = partial(production_stack, args.production_stack), SPEC
     if args.dynamo:
-        starts["dynamo"] = partial(dynamo, args.dynamo.resolve()), name_dynamo(args.dynamo)
+        starts["dynamo"] = partial(dynamo, args.dynamo), name_dynamo(args.dynamo)
     if not starts:
         parser.error("--vllm-router, --production-stack or --dynamo is required")
     load = Load(conversations=3, turns=3, user_words=60, max_tokens=16)
