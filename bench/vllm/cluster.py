@@ -178,16 +178,14 @@ class Cluster:
         self._wait_for_all()
 
     def start_nixl_front(self) -> None:
-        port = free_port()
-        words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), str(port)]
-        words += [",".join(self.engines[name].url for name in self.decodes)]
-        words += [self.engines[name].url for name in self.prefills]
-        self.front = self._wait(self._spawn("front", port, words, {})).url
+        decodes = ",".join(self.engines[name].url for name in self.decodes)
+        words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), decodes]
+        self.front = self.router([*words, *(self.engines[name].url for name in self.prefills)])
 
     def router(self, words: list[str], settings: dict[str, str] | None = None) -> str:
         """Starts another's, whose port stands behind the words: its URL."""
         port = free_port()
-        return self._wait(self._spawn("router", port, [*words, str(port)], settings or {})).url
+        return self._wait(self._spawn("front", port, [*words, str(port)], settings or {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
@@ -304,10 +302,8 @@ class Cluster:
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
         blocks = 0
         if name != "alone":
-            spec = self.spec
-            of_decode, of_prefill = (spec.decode_flags, spec.decode_blocks), (spec.prefill_flags, spec.prefill_blocks)
-            more, blocks = of_decode if role == "decode" else of_prefill
-            words += more
+            words += self.spec.decode_flags if role == "decode" else self.spec.prefill_flags
+            blocks = self.spec.decode_blocks if role == "decode" else self.spec.prefill_blocks
         if (ranks := self.spec.ranks.get(role, 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
         if self.spec.dp > 1 and name != "alone":

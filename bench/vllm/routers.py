@@ -61,9 +61,8 @@ def dynamo(site: str, cluster: Cluster) -> str:
 
 def name_dynamo(site: str) -> Spec:
     """Engines that are Dynamo's workers. They and its front end find each other in a folder below their own."""
-    here = dict.fromkeys(("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
-    os.environ |= {**here, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "dynamo", "DYNAMO_SITE": site}
-    os.environ["DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS"] = '["generate"]'
+    os.environ |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": "dynamo", "DYN_TCP_RPC_HOST": "127.0.0.1"}
+    os.environ |= {"DYN_EVENT_PLANE_HOST": "127.0.0.1", "DYNAMO_SITE": site}
     return replace(SPEC, program=(str(PROGRAMS / "dynamo_worker.py"),))
 
 
