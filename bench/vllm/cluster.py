@@ -10,8 +10,10 @@ VLLM_TIE      another token than the reference's is allowed where its two best l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -163,9 +165,7 @@ class Cluster:
 
     def nixl(self) -> None:
         """Prefill and decode engines with vLLM's own connector; routers ask prefill first."""
-        port = (
-            SIDE_PORT if CACHES else free_port()
-        )  # vLLM's compile caches go by it: one for all, and so an address each
+        port = SIDE_PORT if CACHES else free_port()  # compile caches go by it: one for all, and so an address each
         for place, name in enumerate((*self.prefills, *self.decodes), 1):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
@@ -178,11 +178,14 @@ class Cluster:
         self._wait_for_all()
 
     def start_nixl_front(self) -> None:
+        decodes = ",".join(self.engines[name].url for name in self.decodes)
+        words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), decodes]
+        self.front = self.router([*words, *(self.engines[name].url for name in self.prefills)])
+
+    def router(self, words: list[str], settings: dict[str, str] | None = None) -> str:
+        """Starts another's, whose port stands behind the words: its URL."""
         port = free_port()
-        words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), str(port)]
-        words += [",".join(self.engines[name].url for name in self.decodes)]
-        words += [self.engines[name].url for name in self.prefills]
-        self.front = self._wait(self._spawn("front", port, words, {})).url
+        return self._wait(self._spawn("front", port, [*words, str(port)], settings or {})).url
 
     def kvferry(self) -> None:
         self.start_daemons()
@@ -299,12 +302,8 @@ class Cluster:
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
         blocks = 0
         if name != "alone":
-            of_decode, of_prefill = (
-                (self.spec.decode_flags, self.spec.decode_blocks),
-                (self.spec.prefill_flags, self.spec.prefill_blocks),
-            )
-            more, blocks = of_decode if role == "decode" else of_prefill
-            words += more
+            words += self.spec.decode_flags if role == "decode" else self.spec.prefill_flags
+            blocks = self.spec.decode_blocks if role == "decode" else self.spec.prefill_blocks
         if (ranks := self.spec.ranks.get(role, 1)) > 1:
             words += ["--tensor-parallel-size", str(ranks)]
         if self.spec.dp > 1 and name != "alone":
@@ -329,10 +328,8 @@ class Cluster:
         if CACHES:  # one for each: two that compile at once do not share
             root = Path(CACHES) / name
             settings["VLLM_CACHE_ROOT"] = str(root)
-            settings["TRITON_CACHE_DIR"], settings["TORCHINDUCTOR_CACHE_DIR"] = (
-                str(root / "triton"),
-                str(root / "inductor"),
-            )
+            settings["TRITON_CACHE_DIR"] = str(root / "triton")
+            settings["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
         return self._spawn(name, port, words, {**settings, **(environment or {})})
 
     def _devices(self, name: str) -> list[str]:
@@ -402,10 +399,12 @@ def model_folder() -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those of couriers, and of outgoing connections, one of which might take it before the server does."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ucx_ports(place: int) -> str:

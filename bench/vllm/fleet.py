@@ -46,7 +46,7 @@ SYSTEMS = ("nixl-cold", "nixl", "kvferry", "kvferry-back")
 SEED = 11
 DEADLINE_SECONDS = 600  # of a prompt, until its pages are there
 SAMPLE_SECONDS = 2.0
-TOP_ID, TOP_ID_OF_SMOL = 100_000, 49_000  # of tokens
+TOP_ID_OF_SMOL = 49_000  # of tokens
 GIB = 1 << 30
 
 
@@ -79,7 +79,7 @@ class Load:
 
     @staticmethod
     def words(ids: random.Random, count: int) -> list[int]:
-        return fresh(ids, count, TOP_ID if DEVICES else TOP_ID_OF_SMOL)
+        return fresh(ids, count)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,11 @@ but for the one that is asked: they differ less in what the machine does meanwhi
 round's tokens that the decode engine's blocks hold; `host` is a third, and kvferry's host tier. The working set is that
 of the largest `--at-once` of a call. Cells are measured with young caches and, with `--wrap`, once more when twice as
 many tokens as they hold have passed. A run is appended to `--output`; a call may hold any part of the cells.
+
+Behind each cell's table stands where the milliseconds to the first token are, in the mean: rows follow each other and
+sum to TTFT. "front end" is what is outside of the servers, the servers' own are what is neither queue nor steps;
+"hand-off" is what decode's load takes beyond prefill's queue and steps, and below it is what the daemons say of parts
+and requests. Without VLLM_DEVICES the servers are vLLM's for CPUs (VLLM_FLAGS=--enforce-eager), for that table alone.
 """
 
 from __future__ import annotations
@@ -31,12 +36,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import psutil
 from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
 from engine_threads import descendants
-from gpu_turns import STAGES, Measured, Shape, drive, median
+from gpu_turns import STAGES, STEPS, Measured, Shape, drive, median, steps_of
 from rank_devices import devices_of
 from rich.console import Console
 from rich.table import Table
@@ -115,6 +121,8 @@ def start(cluster: Cluster, system: str) -> str:
 
 def gpu_memory(cluster: Cluster) -> dict[str, int]:
     """MiB of each process's GPU memory, by what it is."""
+    if not DEVICES:
+        return {}
     told = subprocess.run(
         ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -212,9 +220,6 @@ def measure(there: list[Running], cache: str, args: argparse.Namespace, console:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not DEVICES:
-        print("VLLM_DEVICES is not set: cuda:0,cuda:1, or cuda:0 for all on one GPU")
-        return 2
     console = Console(width=170)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     if "offload" in args.systems and args.decode_cache != ["host"]:
@@ -245,11 +250,15 @@ def model_told(model: Path) -> str:
 
 
 def places(ranks: str) -> str:
+    if not DEVICES:
+        return f"ranks {ranks}"
     prefill, decode = devices_of(DEVICES, *map(int, ranks.split(":")))
     return f"ranks {ranks}: prefill on {', '.join(prefill)}, decode on {', '.join(decode)}"
 
 
 def gpus() -> str:
+    if not DEVICES:
+        return "no GPU"
     names = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     return " and ".join(names.stdout.split("\n")[:-1])
 
@@ -285,6 +294,7 @@ def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[Visit]]]:
 
 COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "2nd ms")
 COLUMNS += ("between ms", "/s", "MiB each", "D hits", "GPU GiB", "cores")
+PARTS = {f"  of it, {name}": name for name in (*STAGES, "NIXL read", "NIXL post")}
 
 
 def shown(key: Key, systems: dict[str, list[Visit]]) -> Table:
@@ -294,6 +304,35 @@ def shown(key: Key, systems: dict[str, list[Visit]]) -> Table:
     for system in (each for each in SYSTEMS if each in systems):
         table.add_row(system, *cells_of(systems[system]))
     return table
+
+
+def shown_steps(key: Key, systems: dict[str, list[Visit]]) -> Table:
+    """Where the milliseconds are, a column for each system; those of which it is not known are left out."""
+    columns = {name: milliseconds(visits) for name, visits in systems.items()}
+    known = [name for name in SYSTEMS if columns.get(name)]
+    table = Table(title=f"{key}: ms to the first token")
+    for name in ("step", *known):
+        table.add_column(name, justify="left" if name == "step" else "right")
+    for step in (*STEPS, "all", *PARTS):
+        cells = [columns[name].get(step) for name in known]
+        if any(cells):
+            table.add_row(step, *("-" if cell is None else f"{cell:.1f}" for cell in cells))
+    return table
+
+
+def milliseconds(visits: list[Visit]) -> dict[str, float]:
+    """STEPS and PARTS in the mean; nothing where vLLM's timers are not known."""
+    got = [visit.got for visit in visits]
+    names = {name for each in got for name in each.told}
+    told = {name: fmean(value for each in got for value in each.told.get(name, [])) for name in names}
+    ttft = [value for each in got for value in each.ttft_ms]
+    if not ttft or "D TTFT" not in told:
+        return {}
+    if loads := told.get("kvferry loads"):
+        rounds = sum(len(each.told["kvferry loads"]) for each in got)
+        told["load"] = 1000 * told["kvferry load seconds"] * rounds / len(ttft) if loads else 0.0
+    steps = steps_of(told, fmean(ttft))
+    return {**steps, "all": sum(steps.values()), **{part: told[name] for part, name in PARTS.items() if name in told}}
 
 
 def cells_of(all_visits: list[Visit]) -> list[str]:
@@ -351,6 +390,7 @@ def write_table(args: argparse.Namespace) -> int:
     )
     for key, systems in merged(parts).items():
         console.print(shown(key, systems))
+        console.print(shown_steps(key, systems))
     if args.output:
         Path(args.output).write_text(console.export_text())
     return 0

@@ -9,13 +9,14 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
 from chat import events
-from cluster import MODEL_NAME, Cluster
+from cluster import DEVICES, MODEL_NAME, Cluster
 
+TOP_ID = 100_000 if DEVICES else 49_000  # SmolLM's
 TIMERS = {
     "P e2e": ("prefill", "e2e_request_latency_seconds"),
     "P queue": ("prefill", "request_queue_time_seconds"),
@@ -135,7 +136,7 @@ async def settled() -> None:
     await asyncio.sleep(0.2)
 
 
-def fresh(ids: random.Random, count: int, top: int = 100_000) -> list[int]:
+def fresh(ids: random.Random, count: int, top: int = TOP_ID) -> list[int]:
     return [ids.randrange(1000, top) for _ in range(count)]
 
 
@@ -190,6 +191,33 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
         if grown.get(f"{name} count")
     }
     return {**means, **{name: value for name, value in grown.items() if not name.endswith((" sum", " count"))}}
+
+
+STEPS = ("front end", "P front end", "P queue", "P prefill", "hand-off", "D front end", "D queue", "D first step")
+"""Where the milliseconds to a first token are: they follow each other."""
+
+
+def steps_of(told: Mapping[str, float], ttft_ms: float) -> dict[str, float]:
+    """STEPS of one system, which sum to its mean TTFT; `told`: means of what its servers said, as `growth` has them.
+
+    One vLLM: queue and prefill are D's. Legs in series: all of prefill's stand before decode's. Legs at once: decode's
+    load runs beside prefill's queue and prefill, and the hand-off is what it takes beyond them; where the front end
+    streams prefill's token, decode has no part in it."""
+    queue, prefill, end = (told.get(f"P {name}", 0.0) for name in ("queue", "prefill", "e2e"))
+    waited, first = told.get("D queue", 0.0), told.get("D prefill", 0.0)
+    found = {"P queue": queue, "P prefill": prefill, "D first step": first}
+    front = told["D TTFT"] - waited - first
+    if not end:
+        found |= {"D front end": front, "D queue": waited}
+    elif "load" not in told:
+        found |= {"P front end": end - queue - prefill, "D front end": front, "D queue": waited}
+    elif ttft_ms < told["D TTFT"]:
+        found |= {"P front end": end - queue - prefill, "D first step": 0.0}
+    else:
+        hand_off = told["load"] - queue - prefill
+        found |= {"hand-off": hand_off, "D front end": front, "D queue": waited - told["load"]}
+    found["front end"] = ttft_ms - sum(found.values())
+    return {name: found.get(name, 0.0) for name in STEPS}
 
 
 def median(values: Iterable[float]) -> float:

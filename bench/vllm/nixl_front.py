@@ -1,7 +1,7 @@
 """kvferry's front end before servers with vLLM's NixlConnector, so that both connectors are measured behind the same
 one: prefill is asked first, and decode with what it answered.
 
-python bench/vllm/nixl_front.py PORT DECODE_URL[,DECODE_URL...] PREFILL_URL...
+python bench/vllm/nixl_front.py DECODE_URL[,DECODE_URL...] PREFILL_URL... PORT
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NixlFront(VllmFront):
 
 
 def main() -> int:
-    port, decodes, *prefills = sys.argv[1:]
+    decodes, *prefills, port = sys.argv[1:]
     vllm_server.VllmFront = NixlFront
     config = VllmConfig(
         tuple(Place(url, f"prefill-{number}") for number, url in enumerate(prefills)),

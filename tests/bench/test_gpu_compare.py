@@ -69,5 +69,46 @@ def test_memory_of_a_process_is_that_on_all_its_gpus(
     shown.write_text(f"#!/bin/sh\nprintf '{os.getpid()}, 100\\n1, 7\\n{os.getpid()}, 200\\n'\n")
     shown.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(compare, "DEVICES", GPUS)
     monkeypatch.setattr(compare, "processes", lambda cluster: {"decode daemon": [os.getpid()]})
     assert compare.gpu_memory(None) == {"decode daemon": 300}
+
+
+ONE_VLLM = {"D TTFT": 40.0, "D queue": 1.0, "D prefill": 30.0}
+PREFILL = {"P e2e": 31.0, "P queue": 2.0, "P prefill": 26.0}
+
+
+@pytest.mark.parametrize(
+    ("told", "ttft", "steps"),
+    [
+        (ONE_VLLM, 44.0, [4.0, 0.0, 0.0, 0.0, 0.0, 9.0, 1.0, 30.0]),
+        ({**ONE_VLLM, **PREFILL}, 75.0, [4.0, 3.0, 2.0, 26.0, 0.0, 9.0, 1.0, 30.0]),
+        ({**PREFILL, "load": 29.0, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 2.0}, 44.0,
+         [4.0, 0.0, 2.0, 26.0, 1.0, 5.0, 4.0, 2.0]),
+        ({**PREFILL, "load": 29.0, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 0.0}, 35.0,
+         [4.0, 3.0, 2.0, 26.0, 0.0, 0.0, 0.0, 0.0]),
+    ],
+    ids=["one vLLM", "legs in series", "legs at once", "prefill's token at once"],
+)  # fmt: skip
+def test_steps_to_a_first_token_follow_each_other(
+    compare: ModuleType, told: dict[str, float], ttft: float, steps: list[float]
+) -> None:
+    found = compare.steps_of(told, ttft)
+    assert list(found.items()) == list(zip(compare.STEPS, steps, strict=True))
+    assert sum(found.values()) == ttft
+
+
+def test_the_table_of_steps_has_a_column_for_each_system_whose_timers_are_known(compare: ModuleType) -> None:
+    load = {"kvferry loads": [2.0, 2.0], "kvferry load seconds": [0.05, 0.07], "gather": [0.4, 0.6]}
+    timers = {**PREFILL, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 2.0}
+    kvferry = {**load, **{name: [value, value] for name, value in timers.items()}}
+    visits = {
+        "alone": [compare.Visit(compare.Measured(ttft_ms=[50.0]), {}, {})],  # of a run before they were kept
+        "kvferry": [compare.Visit(compare.Measured(ttft_ms=[40.0, 44.0, 46.0, 50.0], told=kvferry), {}, {})],
+    }
+    assert compare.milliseconds(visits["kvferry"])["hand-off"] == pytest.approx(30.0 - 28.0)
+    table = compare.shown_steps(compare.Key("all", "young", 1, 16), visits)
+    assert [column.header for column in table.columns] == ["step", "kvferry"]
+    cells = dict(zip(*(column.cells for column in table.columns), strict=True))
+    assert (cells["hand-off"], cells["all"], cells["  of it, gather"]) == ("2.0", "45.0", "0.5")
+    assert "P front end" not in cells, "no row of zeros"

@@ -20,7 +20,7 @@ def test_decode_is_asked_with_what_prefill_answered() -> None:
         async with (
             serving(prefill.app()) as prefill_url,
             serving(decode.app()) as decode_url,
-            started(str(SCRIPT), "0", decode_url, prefill_url) as (_, url),
+            started(str(SCRIPT), decode_url, prefill_url, "0") as (_, url),
             httpx.AsyncClient(timeout=10) as client,
         ):
             reply = await client.post(url + CHAT, json=asked)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_router import installed
+from tests.support.other_routers import DYNAMO_OF_VLLM_026, dynamo, production_stack, vllm_router
 
 ROOT = Path(__file__).resolve().parents[3]
 VENVS = Path(os.environ.get("KVFERRY_VLLM_VENVS", ROOT / "build" / "vllm"))  # made once; a folder for each version
@@ -68,15 +68,24 @@ def test_beside_other_connectors_with_two_servers_and_where_requests_are_preempt
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
-def test_routers_of_others_stand_before_it_as_they_are(which: Callable[[], str], tmp_path: Path) -> None:
-    """vLLM's own, and what Dynamo's worker makes of its registry."""
-    program, site = installed(tmp_path / "router"), tmp_path / "site"
-    words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, "ai-dynamo==1.3.1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode:
-        pytest.skip(f"no ai-dynamo 1.3.1: {done.stderr.strip().splitlines()[-1]}")
-    routers = ["--vllm-router", str(program), "--dynamo", str(site)]
-    succeeds("routers.py", routers, VLLM_PYTHON=str(python_of(which())))
+def test_vllms_router_stands_before_it_as_it_is(which: Callable[[], str], tmp_path: Path) -> None:
+    words = ["--vllm-router", str(vllm_router(tmp_path / "router"))]
+    succeeds("routers.py", words, VLLM_PYTHON=str(python_of(which())))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_production_stacks_router_stands_before_it_as_it_is() -> None:
+    words = ["--production-stack", str(production_stack())]
+    succeeds("routers.py", words, VLLM_PYTHON=str(python_of(newest())))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_dynamos_workers_and_router_hand_requests_on(tmp_path: Path) -> None:
+    """Those for the oldest vLLM."""
+    words = ["--dynamo", str(dynamo(tmp_path / "site", DYNAMO_OF_VLLM_026))]
+    succeeds("routers.py", words, VLLM_PYTHON=str(python_of(OLDEST)))
 
 
 @pytest.mark.nightly

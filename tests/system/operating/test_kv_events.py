@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from kvferry.proto import cache_pb2
 from kvferry.radix.digests import DIGEST_BYTES, prompt_digests
 from tests.support.engines import OPTIONS, Engines, settled
 from tests.support.kv_event_reader import Subscriber
+from tests.support.other_routers import dynamo
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -153,13 +155,15 @@ INDEXER = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(s
 class Indexer:
     """Dynamo's own, as a process: it listens to the events of one daemon. A context."""
 
-    def __init__(self, python: str, endpoint: str) -> None:
+    def __init__(self, site: Path, endpoint: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._endpoint = endpoint
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
-        self._process = subprocess.Popen([python, "-c", INDEXER, "--port", str(port)], stdout=subprocess.DEVNULL)
+        words = [sys.executable, "-c", INDEXER, "--port", str(port)]
+        settings = {**os.environ, "PYTHONPATH": str(site)}
+        self._process = subprocess.Popen(words, env=settings, stdout=subprocess.DEVNULL)
 
     def __enter__(self) -> Indexer:
         deadline = time.monotonic() + 30
@@ -186,17 +190,14 @@ class Indexer:
 
 
 @pytest.mark.nightly
-def test_dynamos_own_indexer_finds_what_is_on_the_device(stack: Stack) -> None:
-    """DYNAMO_PYTHON: an environment that has ai-dynamo-runtime."""
-    python = os.environ.get("DYNAMO_PYTHON", "")
-    if not os.path.exists(python):
-        pytest.skip("no Dynamo: DYNAMO_PYTHON names no interpreter")
+def test_dynamos_own_indexer_finds_what_is_on_the_device(stack: Stack, tmp_path: Path) -> None:
+    site = dynamo(tmp_path / "site")
     flags = ["--host-bytes", str(400 * PAGE_BYTES), "--events", "tcp://127.0.0.1:0"]
     spec = SystemSpec(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
     prefills, decodes = start_replicas(stack, spec)
     rng = random.Random(5)
     prompt = [rng.randrange(32_000) for _ in range(100)]
-    with Indexer(python, published(decodes[0]).endpoint) as indexer, Engines(prefills[0], decodes[0]) as engines:
+    with Indexer(site, published(decodes[0]).endpoint) as indexer, Engines(prefills[0], decodes[0]) as engines:
 
         def sees(history: list[int], pages: int) -> None:
             deadline = time.monotonic() + 10

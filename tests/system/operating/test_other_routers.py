@@ -20,8 +20,8 @@ from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from tests.front.test_vllm_front import serving
 from tests.support.engines import Engines, settled
+from tests.support.other_routers import vllm_router
 from tests.support.stacks import lasting_port
-from tests.support.vllm_router import installed
 from tests.system.operating.test_kv_events import PAGE, published
 
 EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]  # it subscribes to no topic
@@ -103,7 +103,7 @@ def fill(prefill: Replica, decode: Replica, prompt: list[int]) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_vllms_router_sends_prompts_where_their_pages_are(tmp_path: Path) -> None:
-    program = installed(tmp_path / "router")
+    program = vllm_router(tmp_path / "router")
     with Stack() as stack:
         prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decodes=2, decode_flags=EVENTS))
         asyncio.run(routed(program, tmp_path / "router.log", prefills[0], decodes))
