@@ -8,8 +8,8 @@ PID is that of a server's first process; its engine core is the process below it
 get requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
-/proc/PID/task/*/stat (ticks of 10 ms): "main" is the thread that schedules; "requests", "copies" and "index" are the
-connector's.
+/proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
+that schedules; "requests", "copies" and "index" are the connector's.
 """
 
 from __future__ import annotations
@@ -102,11 +102,23 @@ def thread_ms(process: int) -> dict[tuple[int, str], float]:
     for task in Path(f"/proc/{process}/task").glob("*"):
         try:
             name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except FileNotFoundError:
+            found[int(task.name), name] = exact_ms(task) or ticks_ms(fields.split())
+        except (FileNotFoundError, ProcessLookupError):  # it ended
             continue
-        words = fields.split()
-        found[int(task.name), name] = (int(words[11]) + int(words[12])) * TICK_MS
     return found
+
+
+def exact_ms(task: Path) -> float:
+    """CPU time to the nanosecond; 0: the kernel does not count it."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e6
+    except FileNotFoundError:
+        return 0.0
+
+
+def ticks_ms(fields: list[str]) -> float:
+    """User's and system's of a `stat`, behind the name."""
+    return (int(fields[11]) + int(fields[12])) * TICK_MS
 
 
 def group_of(process: int, thread: int, name: str) -> str:

@@ -206,7 +206,7 @@ def measure(there: list[Running], cache: str, args: argparse.Namespace, console:
                     for each in there if number % 2 == 0 else there[::-1]:
                         row = each.cell(key, args)
                         keep(args, row)
-                        got = Measured(**row["got"])
+                        got = Measured.of(row["got"])
                         told = f"TTFT {median(got.ttft_ms):.1f} ms, {median(got.per_second):.2f}/s"
                         console.print(f"{each.system}, {key}: {told}")
 
@@ -268,78 +268,124 @@ def spread(values: list[float]) -> str:
 
 class Visit(NamedTuple):
     got: Measured
+    turns: int  # of each chat
     memory: dict[str, int]  # MiB of GPUs'
     cores: dict[str, float]  # of processors, in use in the mean
 
 
-def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[Visit]]]:
+def merged(parts: list[dict[str, Any]]) -> dict[Key, dict[str, list[Visit]]]:
     """What was measured by cell and system, in the order of the visits."""
     cells: dict[Key, dict[str, list[Visit]]] = {}
     for part in parts:
         for row in part["rows"]:
             at = cells.setdefault(Key(**row["key"]), {})
-            visit = Visit(Measured(**row["got"]), row["memory"], row.get("cores", {}))
+            visit = Visit(Measured.of(row["got"]), part["shape"]["turns"], row["memory"], row.get("cores", {}))
             at.setdefault(row["system"], []).append(visit)
     return cells
 
 
-COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "2nd ms")
-COLUMNS += ("between ms", "/s", "MiB each", "D hits", "GPU GiB", "cores")
+Row = dict[str, str]  # by column
+PARTS = ("load", "P queue", "P prefill", *STAGES, "NIXL read", "NIXL post", "D queue", "D prefill")
+EARLY = ("2nd", "3rd", "4th")
 
 
-def shown(key: Key, systems: dict[str, list[Visit]]) -> Table:
-    table = Table(title=f"{key}: turns 2 and later")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("system", "of it") else "right")
-    for system in (each for each in SYSTEMS if each in systems):
-        table.add_row(system, *cells_of(systems[system]))
+def tables(key: Key, systems: dict[str, list[Visit]]) -> list[Table]:
+    there = {system: systems[system] for system in SYSTEMS if system in systems}
+    return [
+        shown(f"{key}: turns 2 and later", {name: sums_of(visits) for name, visits in there.items()}),
+        shown("TTFT in ms, turn by turn", {name: turns_of(key, visits) for name, visits in there.items()}),
+        shown("ms between tokens", {name: gaps_of(visits) for name, visits in there.items()}),
+        shown("mean parts, ms", {name: parts_of(visits) for name, visits in there.items()}),
+        shown("GPU memory, processors", {name: processes_of(visits) for name, visits in there.items()}),
+    ]
+
+
+def shown(title: str, rows: dict[str, Row]) -> Table:
+    """A row for each system, a column for whatever any has."""
+    table = Table("system", title=title)
+    there = dict.fromkeys(name for row in rows.values() for name in row)
+    names = [name for name in there if any(row.get(name, "-") != "-" for row in rows.values())]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for system, row in rows.items():
+        table.add_row(system, *(row.get(name, "-") for name in names))
     return table
 
 
-def cells_of(all_visits: list[Visit]) -> list[str]:
-    visits, last = [visit.got for visit in all_visits], all_visits[-1]
-    told = {name: [value for got in visits for value in got.told.get(name, [])] for got in visits for name in got.told}
-    ttft = [value for got in visits for value in got.ttft_ms]
-    answers = len(ttft)
-    prefill = median(told.get("P e2e", []))
-    moved = sum(told.get("kvferry bytes", [])) + sum(told.get("NIXL bytes", []))
-    parts = [
-        f"{name} {median(told[name]):.1f}"
-        for name in (*STAGES, "NIXL read", "NIXL post", "P prefill", "D queue", "D prefill")
-        if name in told
-    ]
-    if loads := sum(told.get("kvferry loads", [])):
-        parts.insert(0, f"load {1000 * sum(told['kvferry load seconds']) / loads:.1f}")
-    if restored := sum(told.get("kvferry restored bytes", [])):
-        parts.append(restores(restored, sum(told["kvferry restore seconds"]), told))
+def told_by(visits: list[Visit]) -> dict[str, list[float]]:
+    """What the servers said, of all rounds."""
+    names = dict.fromkeys(name for visit in visits for name in visit.got.told)
+    return {name: [value for visit in visits for value in visit.got.told.get(name, [])] for name in names}
+
+
+def sums_of(visits: list[Visit]) -> Row:
+    told, all_got = told_by(visits), [visit.got for visit in visits]
+    ttft = [value for got in all_got for value in got.ttft_ms]
+    answers, prefill = len(ttft), told.get("P e2e", [])
     failed = sum(told.get("NIXL failed", [])) + sum(told.get("kvferry failed", []))
-    return [
-        str(answers) + (f" ({failed:.0f} FAILED)" if failed else ""),
-        spread([value for got in visits for value in got.first_ms]),
-        spread(ttft) + " " + "/".join(f"{median(got.ttft_ms):.0f}" for got in visits),
-        f"{prefill:.1f}" if "P e2e" in told else "-",
-        f"{sum(ttft) / answers - sum(told['P e2e']) / len(told['P e2e']):.1f}" if told.get("P e2e") else "-",
-        ", ".join(parts),
-        spread([value for got in visits for value in got.second_ms]),
-        f"{median([value for got in visits for value in got.between_ms]):.2f}",
-        spread([value for got in visits for value in got.per_second]),
-        f"{moved / answers / (1 << 20):.1f}",
-        f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
-        ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in last.memory.items()),
-        ", ".join(f"{name} {cores:.2f}" for name, cores in last.cores.items()) or "-",
-    ]
+    moved = sum(told.get("kvferry bytes", [])) + sum(told.get("NIXL bytes", []))
+    return {
+        "answers": str(answers) + (f" ({failed:.0f} FAILED)" if failed else ""),
+        "turn 1: TTFT ms": spread([value for got in all_got for value in got.first_ms]),
+        "TTFT ms": spread(ttft) + " " + "/".join(f"{median(got.ttft_ms):.0f}" for got in all_got),
+        "prefill ms": f"{median(prefill):.1f}" if prefill else "-",
+        "hand-off ms": f"{sum(ttft) / answers - sum(prefill) / len(prefill):.1f}" if prefill else "-",
+        "between ms": f"{median([value for got in all_got for value in got.between_ms]):.2f}",
+        "/s": spread([value for got in all_got for value in got.per_second]),
+        "MiB each": f"{moved / answers / (1 << 20):.1f}",
+        "D hits": f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
+    }
+
+
+def turns_of(key: Key, visits: list[Visit]) -> Row:
+    found = {
+        f"turn {turn + 1}": [ms for each in visits for ms in each.got.turn_ms(turn, each.turns, key.at_once)]
+        for turn in range(max(visit.turns for visit in visits))
+    }
+    return {name: spread(values) for name, values in found.items()}
+
+
+def gaps_of(visits: list[Visit]) -> Row:
+    """Medians, of later ones those of all of an answer's; and of the longest of an answer."""
+    answers = [gaps for visit in visits for gaps in visit.got.gaps_ms if gaps]
+    found = {name: [gaps[n] for gaps in answers if len(gaps) > n] for n, name in enumerate(EARLY)}
+    found["later"] = [gap for gaps in answers for gap in gaps[len(EARLY) :]]
+    found["longest later"] = [max(gaps[len(EARLY) :]) for gaps in answers if len(gaps) > len(EARLY)]
+    return {name: spread(values) for name, values in found.items() if values}
+
+
+def parts_of(visits: list[Visit]) -> Row:
+    told = told_by(visits)
+    if loads := sum(told.get("kvferry loads", [])):
+        told["load"] = [1000 * sum(told["kvferry load seconds"]) / loads]
+    row = {name: f"{median(told[name]):.1f}" if name in told else "-" for name in PARTS}
+    if restored := sum(told.get("kvferry restored bytes", [])):
+        row["restored"] = restores(restored, sum(told["kvferry restore seconds"]), told)
+    return row
+
+
+def processes_of(visits: list[Visit]) -> Row:
+    """Of each its most memory, and processors in use, the median of the visits."""
+    names = dict.fromkeys(name for visit in visits for name in (*visit.memory, *visit.cores))
+    return {name: process_told(name, visits) for name in names}
+
+
+def process_told(name: str, visits: list[Visit]) -> str:
+    mib = max(visit.memory.get(name, 0) for visit in visits)
+    cores = [visit.cores[name] for visit in visits if name in visit.cores]
+    return f"{mib / 1024:.1f} GiB" + (f", {median(cores):.2f}" if cores else "")
 
 
 def restores(nbytes: float, seconds: float, told: dict[str, list[float]]) -> str:
     """While any ran; of the strategies, the bytes of both directions."""
     copied = {name.removeprefix("copied "): sum(each) for name, each in told.items() if name.startswith("copied ")}
     shares = ", ".join(f"{name} {100 * each / sum(copied.values()):.0f} %" for name, each in copied.items() if each)
-    return f"restored {nbytes / (1 << 30):.1f} GiB in {seconds:.1f} s ({shares})"
+    return f"{nbytes / (1 << 30):.1f} GiB in {seconds:.1f} s ({shares})"
 
 
 def write_table(args: argparse.Namespace) -> int:
     parts = [json.loads(line) for name in args.files for line in Path(name).read_text().splitlines()]
-    console = Console(record=True, width=230)
+    console = Console(record=True, width=165)
     for told in sorted({f"{part['machine']}, {', '.join(part['devices'])}" for part in parts}):
         console.print(told)
     for name in ("model", "places"):
@@ -350,7 +396,7 @@ def write_table(args: argparse.Namespace) -> int:
         "medians (a quarter on each side), and of each visit; hand-off: TTFT less prefill's own end to end, in the mean"
     )
     for key, systems in merged(parts).items():
-        console.print(shown(key, systems))
+        console.print(*tables(key, systems), sep="\n")
     if args.output:
         Path(args.output).write_text(console.export_text())
     return 0
