@@ -3,9 +3,12 @@ TTFT and requests/s, of servers that are asked by turns.
 
 python bench/vllm/engine_threads.py --plain none=http://127.0.0.1:8100,PID --plain kvferry=http://127.0.0.1:8101,PID \\
     [--pair p=URL,PID d=URL,PID] [--at-once 1 32] [--output FILE]
+python bench/vllm/engine_threads.py --start --at-once 1 --turns 6 --more 256
 
-PID is that of a server's first process; its engine core is the process below it that has burnt most. `--plain` servers
-get requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
+`--start` runs vLLM for CPUs as cluster.py does, one server alone and a pair, of a small model with random weights. There
+"copies" moves a prompt's bytes, which on a GPU its copy engines do. PID is that of a server's first process; its engine
+core is the process below it that has burnt most. `--plain` servers get requests without transfer parameters, whose
+answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
 /proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
@@ -23,15 +26,20 @@ import secrets
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from chat import new_client
-from cluster import machine
+from cluster import DEVICES, PYTHON, SMALL, Cluster, Engine, Spec, machine
 from rich.console import Console
 from rich.table import Table
+from small_models import model_of_heads
+from versions import version_of
 
+TOP_ID = 100_000 if DEVICES else 49_000  # of tokens; small models have fewer
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 COMM_CHARS = 15  # of a name, as the kernel has it
 OURS = ("requests", "copies", "index")
@@ -83,7 +91,7 @@ class Chats:
         ids = random.Random(secrets.randbits(64))
         made = []
         for _ in range(self.count):
-            whole = [ids.randrange(1000, 100_000) for _ in range(self.first + (self.turns - 1) * self.more)]
+            whole = [ids.randrange(1000, TOP_ID) for _ in range(self.first + (self.turns - 1) * self.more)]
             made.append([whole[: self.first + turn * self.more] for turn in range(self.turns)])
         return made
 
@@ -129,7 +137,7 @@ def group_of(process: int, thread: int, name: str) -> str:
 
 
 def body_of(prompt: list[int], **more: object) -> bytes:
-    asked = {"model": "m", "temperature": 0, "ignore_eos": True, "prompt": prompt, **more}
+    asked = {"temperature": 0, "ignore_eos": True, "prompt": prompt, **more}
     return json.dumps(asked).encode()
 
 
@@ -204,6 +212,25 @@ async def measure(systems: list[list[Server]], load: Chats, args: argparse.Names
     return cells
 
 
+@contextmanager
+def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
+    """One server alone, the prefill server of a pair asked without transfer parameters, and the pair."""
+    os.environ.setdefault("VLLM_MODEL", str(model_of_heads()))
+    longest = args.first + (args.turns - 1) * args.more + args.tokens_out
+    room = ("--max-model-len", str(-(-longest // 1024) * 1024), "--max-num-batched-tokens", "2048")
+    spec = Spec(flags=(*SMALL, *room), page_size=64, pool_bytes="2GiB", extra={"deadline_seconds": 120.0})
+    with Cluster(spec) as cluster:
+        cluster.alone()
+        cluster.kvferry()
+
+        def server(name: str, engine: Engine) -> Server:
+            return Server(name, engine.url, engine.popen.pid)
+
+        alone, prefill, decode = (cluster.engines[name] for name in ("alone", "prefill", "decode"))
+        pair = [server("prefill, handed over", prefill), server("decode", decode)]
+        yield [[server("none", alone)], [server("kvferry", prefill)], pair]
+
+
 def table(title: str, cells: dict[str, Cell]) -> Table:
     shown = Table(title=title)
     for name in (
@@ -231,6 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="append", type=Server.of, default=[], metavar="NAME=URL,PID")
     parser.add_argument("--pair", nargs=2, type=Server.of, metavar="NAME=URL,PID", help="prefill, decode")
+    parser.add_argument("--start", action="store_true", help="the servers, on CPUs")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 32], metavar="N")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--first", type=int, default=8192, metavar="TOKENS")
@@ -240,13 +268,16 @@ def main() -> int:
     parser.add_argument("--output")
     args = parser.parse_args()
     systems = [[server] for server in args.plain] + ([args.pair] if args.pair else [])
-    if not systems:
-        parser.error("neither --plain nor --pair is given")
+    if bool(systems) is args.start:
+        parser.error("one of --start, and of --plain and --pair, must be given")
     console = Console(record=True, width=170)
-    console.print(f"{machine()}; chats of {args.first} tokens and {args.more} more in each of {args.turns - 1} turns")
-    for count in args.at_once:
-        load = Chats(count, args.first, args.more, args.turns)
-        console.print(table(f"{count} at a time", asyncio.run(measure(systems, load, args))))
+    vllm = f"; vLLM {version_of(PYTHON)} for CPUs" if args.start else ""
+    told = f"chats of {args.first} tokens and {args.more} more in each of {args.turns - 1} turns"
+    console.print(f"{machine()}{vllm}; {told}")
+    with started(args) if args.start else nullcontext(systems) as asked:
+        for count in args.at_once:
+            load = Chats(count, args.first, args.more, args.turns)
+            console.print(table(f"{count} at a time", asyncio.run(measure(asked, load, args))))
     if args.output:
         Path(args.output).write_text(console.export_text())
     return 0

@@ -16,7 +16,7 @@ from tests.bench.scripts import imported
 
 @pytest.fixture(scope="module")
 def threads() -> Iterator[ModuleType]:
-    with imported("vllm", ("engine_threads", "cluster", "chat")) as modules:
+    with imported("vllm", ("engine_threads", "cluster", "chat", "versions")) as modules:
         yield modules.engine_threads
 
 

@@ -20,7 +20,7 @@ import pytest
 from bench import charts
 from tests.bench.scripts import imported
 
-MODULES = ("gpu_compare", "cluster", "gpu_turns", "chat", "engine_threads")
+MODULES = ("gpu_compare", "cluster", "gpu_turns", "chat", "engine_threads", "versions")
 GPUS = [f"cuda:{number}" for number in range(4)]
 
 
