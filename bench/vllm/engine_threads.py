@@ -5,7 +5,7 @@ python bench/vllm/engine_threads.py --plain none=http://127.0.0.1:8100,PID --pla
     [--pair p=URL,PID d=URL,PID] [--at-once 1 32] [--output FILE]
 python bench/vllm/engine_threads.py --start --at-once 1 --turns 6 --more 256
 
-`--start` runs vLLM for CPUs as cluster.py does, one server alone and a pair, of a small model with random weights. There
+`--start` runs vLLM for CPUs as cluster.py does, one server alone and a pair, of a small model of random weights; there
 "copies" moves a prompt's bytes, which on a GPU its copy engines do. PID is that of a server's first process; its engine
 core is the process below it that has burnt most. `--plain` servers get requests without transfer parameters, whose
 answer is one token; a `--pair` gets both halves of each at once.

@@ -34,7 +34,7 @@ FIRST_TURNS = replace(CHATS, turns=1)
 OTHERS = replace(FIRST_TURNS, first=20)
 LONG = Load(conversations=2, turns=1, user_words=60, max_tokens=240, first=40)
 LIMIT_SECONDS = 240.0  # for the chats of a step
-PATIENT: dict[str, object] = {"deadline_seconds": 90.0}  # the first steps of four ranks on few cores take long
+PATIENT: dict[str, object] = {"deadline_seconds": 90.0, "lookup_seconds": 15.0}  # four ranks on few cores are slow
 RESET = "/reset_prefix_cache?reset_external=true"
 PREEMPTING = f"{RESET}&reset_running_requests=true"
 LOADED = "waiting for remote KV transfer"  # vLLM preempts nothing then
