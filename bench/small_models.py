@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4
-IMAGE = "<image>"  # the token that stands for each of an image's
+IMAGE_SIZE = 56  # of a side, in pixels
+IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SPREAD = 0.08  # of the weights: two best logits are seldom near each other
 
 
@@ -54,7 +55,8 @@ def _text_config(base: Path) -> LlamaConfig:
 
 
 def model_of_images() -> Path:
-    """A small Llava with random weights: the text model's shape is that of `model_of_heads`, an image has 16 tokens."""
+    """A small Idefics3 with random weights, one of the models for which vLLM needs no torchvision: the text model's
+    shape is that of `model_of_heads`, an image has four tokens and some around them."""
     return made(cache_folder() / "random-images", partial(_write_model_of_images, converted_model()))
 
 
@@ -62,35 +64,30 @@ def _write_model_of_images(base: Path, folder: Path) -> None:
     import torch
     from transformers import (
         AutoTokenizer,
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
     )
 
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
-    vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14
-    )
+    tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
     text = _text_config(base)
     text.vocab_size = -(-len(tokenizer) // 64) * 64
-    image = tokenizer.convert_tokens_to_ids(IMAGE)
-    config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=image, image_seq_length=16, vision_feature_layer=-1
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Idefics3Config(
+        vision_config={**vision, "image_size": IMAGE_SIZE, "patch_size": 14, "initializer_range": SPREAD},
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
     )
-    config.initializer_range = SPREAD
     torch.manual_seed(7)
-    LlavaForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
-    size = {"height": 56, "width": 56}
-    pixels = CLIPImageProcessor(size=size, crop_size=size)
-    LlavaProcessor(
-        pixels,
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        image_token=IMAGE,
-        num_additional_image_tokens=1,
-        chat_template=(base / "chat_template.jinja").read_text(),
-    ).save_pretrained(folder)
+    model = Idefics3ForConditionalGeneration(config).to(torch.float32)
+    for weights in model.model.vision_model.embeddings.parameters():
+        torch.nn.init.normal_(weights)  # what is seen must be seen in the answers
+    torch.nn.init.normal_(model.model.connector.modality_projection.proj.weight)
+    model.save_pretrained(folder)
+    edge = {"longest_edge": IMAGE_SIZE}
+    pixels = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    template = (base / "chat_template.jinja").read_text()
+    Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=template).save_pretrained(folder)

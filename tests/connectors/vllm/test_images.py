@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
 from operator import sub
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ SIDES = ("prefill", "decode")
 class Step(NamedTuple):
     image: str = ""  # "": none
     salt: str = ""
+    embeds: str = ""  # in the place of all text
     emptied: bool = False  # the engines' own caches are, before
     found_by: str = ""  # "": by nobody
 
@@ -43,6 +46,14 @@ STEPS = (
     Step(salt="x", emptied=True, found_by="daemons"),
     Step(),
 )
+OF_EMBEDDINGS = (
+    Step(embeds="a"),
+    Step(embeds="a", found_by="engines"),
+    Step(embeds="a", emptied=True, found_by="daemons"),
+    Step(embeds="b"),
+    Step(embeds="b", emptied=True, found_by="daemons"),
+    Step(),
+)
 
 
 def picture(seed: str) -> str:
@@ -52,6 +63,16 @@ def picture(seed: str) -> str:
     file = io.BytesIO()
     Image.frombytes("RGB", (56, 56), random.Random(seed).randbytes(3 * 56 * 56)).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def embeddings(bench: SimpleNamespace, seed: str) -> str:
+    """Of some tokens, whichever they are."""
+    import torch
+
+    hidden = json.loads((bench.cluster.model_folder() / "config.json").read_text())["hidden_size"]
+    rows = torch.randn((150, hidden), generator=torch.Generator().manual_seed(ord(seed))) * 0.1
+    torch.save(rows, file := io.BytesIO())
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def body_of(bench: SimpleNamespace, step: Step) -> dict[str, object]:
@@ -68,7 +89,20 @@ def reply_of(bench: SimpleNamespace, url: str, step: Step) -> Any:
         async with bench.chat.new_client() as client:
             return await bench.chat.streamed(client, url, body_of(bench, step), time.monotonic())
 
-    return asyncio.run(ask())
+    return reply_to_embeddings(bench, url, step.embeds) if step.embeds else asyncio.run(ask())
+
+
+def reply_to_embeddings(bench: SimpleNamespace, url: str, seed: str) -> Any:
+    asked = {"model": bench.chat.MODEL_NAME, "prompt_embeds": embeddings(bench, seed), "max_tokens": TOKENS}
+    asked |= {"temperature": 0, "ignore_eos": True, "logprobs": 2}
+    answer = httpx.post(url + "/v1/completions", json=asked, trust_env=False, timeout=300.0)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()["choices"][0]["logprobs"]
+    reply = bench.chat.Reply(prompt_tokens=answer.json()["usage"]["prompt_tokens"])
+    for text, logprob, best in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        others = [each for name, each in best.items() if name != text]
+        reply.tokens.append(bench.chat.Token(text, logprob, max(others, default=-1e9)))
+    return reply
 
 
 def run_step(bench: SimpleNamespace, cluster: Any, step: Step, want: Any) -> tuple[str, list[str]]:
@@ -97,6 +131,26 @@ def bench() -> Iterator[SimpleNamespace]:
         yield modules
 
 
+def run_steps(bench: SimpleNamespace, python: Path, flags: tuple[str, ...], steps: tuple[Step, ...]) -> list[str]:
+    """What is wrong."""
+    all_flags = (*bench.cluster.SMALL, *flags)
+    patient = {"deadline_seconds": 120.0, "lookup_seconds": 15.0}
+    spec = bench.cluster.Spec(python=python, decode_python=python, flags=all_flags, extra=patient)
+    with bench.cluster.Cluster(spec) as cluster:
+        url = cluster.alone().url
+        want = {key: reply_of(bench, url, step) for step in steps for key in [(step.image, step.embeds)]}
+    said = {tuple(token.text for token in reply.tokens) for reply in want.values()}
+    assert len(said) == len(want), "the replies are the same, so that nothing is shown"
+    wrong = []
+    with bench.cluster.Cluster(spec) as cluster:
+        cluster.kvferry()
+        for step in steps:
+            told, bad = run_step(bench, cluster, step, want[step.image, step.embeds])
+            print(told, *bad, sep="\n  ", flush=True)
+            wrong += bad
+    return wrong
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
@@ -105,18 +159,14 @@ def test_images_and_salts_of_one_text_have_no_page_in_common(
 ) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("VLLM_MODEL", str(model_of_images()))
-    python = python_of(which())
-    spec = bench.cluster.Spec(python=python, decode_python=python, extra={"deadline_seconds": 120.0})
-    with bench.cluster.Cluster(spec) as cluster:
-        url = cluster.alone().url
-        want = {image: reply_of(bench, url, Step(image)) for image in ("a", "b", "")}
-    said = {tuple(token.text for token in reply.tokens) for reply in want.values()}
-    assert len(said) == len(want), "the images do not change the replies, so that nothing is shown"
-    wrong = []
-    with bench.cluster.Cluster(spec) as cluster:
-        cluster.kvferry()
-        for step in STEPS:
-            told, bad = run_step(bench, cluster, step, want[step.image])
-            print(told, *bad, sep="\n  ")
-            wrong += bad
-    assert not wrong
+    assert not run_steps(bench, python_of(which()), (), STEPS)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("which", [lambda: OLDEST, newest], ids=["oldest", "newest"])
+def test_embeddings_in_the_place_of_text_have_no_page_in_common(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, which: Callable[[], str]
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    assert not run_steps(bench, python_of(which()), ("--enable-prompt-embeds",), OF_EMBEDDINGS)
