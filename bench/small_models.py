@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4
-IMAGE_SIZE = 56  # of a side, in pixels
+IMAGE_SIZE = 56  # of a part's side, in pixels
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+IMAGE_TOKENS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 SPREAD = 0.08  # of the weights: two best logits are seldom near each other
 
 
@@ -56,7 +57,7 @@ def _text_config(base: Path) -> LlamaConfig:
 
 def model_of_images() -> Path:
     """A small Idefics3 with random weights, one of the models for which vLLM needs no torchvision: the text model's
-    shape is that of `model_of_heads`, an image has four tokens and some around them."""
+    shape is that of `model_of_heads`, an image has four parts and itself, each of four tokens with some around them."""
     return made(cache_folder() / "random-images", partial(_write_model_of_images, converted_model()))
 
 
@@ -87,7 +88,7 @@ def _write_model_of_images(base: Path, folder: Path) -> None:
         torch.nn.init.normal_(weights)  # what is seen must be seen in the answers
     torch.nn.init.normal_(model.model.connector.modality_projection.proj.weight)
     model.save_pretrained(folder)
-    edge = {"longest_edge": IMAGE_SIZE}
-    pixels = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    whole, part = {"longest_edge": 2 * IMAGE_SIZE}, {"longest_edge": IMAGE_SIZE}
+    pixels = Idefics3ImageProcessorPil(size=whole, max_image_size=part)  # an image that is not split has no part
     template = (base / "chat_template.jinja").read_text()
     Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=template).save_pretrained(folder)

@@ -217,7 +217,9 @@ def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
     """One server alone, the prefill server of a pair asked without transfer parameters, and the pair."""
     os.environ.setdefault("VLLM_MODEL", str(model_of_heads()))
     longest = args.first + (args.turns - 1) * args.more + args.tokens_out
-    room = ("--max-model-len", str(-(-longest // 1024) * 1024), "--max-num-batched-tokens", "2048")
+    most = -(-longest // 1024) * 1024
+    room = ("--max-model-len", str(most), "--hf-overrides", json.dumps({"max_position_embeddings": most}))
+    room += ("--max-num-batched-tokens", "2048")
     spec = Spec(flags=(*SMALL, *room), page_size=64, pool_bytes="2GiB", extra={"deadline_seconds": 120.0})
     with Cluster(spec) as cluster:
         cluster.alone()
