@@ -7,12 +7,12 @@ python bench/vllm/engine_threads.py --start --at-once 1 --turns 6 --more 256
 
 `--start` runs vLLM for CPUs as cluster.py does, one server alone and a pair, of a small model of random weights; there
 "copies" moves a prompt's bytes, which on a GPU its copy engines do. PID is that of a server's first process; its engine
-core is the process below it that has burnt most. `--plain` servers get requests without transfer parameters, whose
-answer is one token; a `--pair` gets both halves of each at once.
+core is all processes below it: on a GPU one for a rank, on CPUs the scheduler has one of its own. `--plain` servers get
+requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
 /proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
-that schedules; "requests", "copies" and "index" are the connector's.
+that schedules and computes; "requests", "copies" and "index" are the connector's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 from chat import new_client
@@ -44,6 +45,12 @@ TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 COMM_CHARS = 15  # of a name, as the kernel has it
 OURS = ("requests", "copies", "index")
 GROUPS = ("main", *OURS, "grpc", "other")
+
+
+class Thread(NamedTuple):
+    process: int
+    number: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +68,9 @@ class Server:
             raise ValueError(f"{word!r} is not NAME=URL,PID")
         return Server(name, url, int(process))
 
-    def engine_core(self) -> int:
-        """The process below this one, which serves the API, that has burnt most."""
-        return max(descendants(self.process)[1:], key=lambda each: sum(thread_ms(each).values()))
+    def engine_core(self) -> dict[Thread, float]:
+        """CPU time so far by thread, of the processes below this one, which serves the API."""
+        return {thread: ms for process in descendants(self.process)[1:] for thread, ms in thread_ms(process).items()}
 
 
 @dataclass(slots=True)
@@ -104,13 +111,12 @@ def descendants(process: int) -> list[int]:
     return found
 
 
-def thread_ms(process: int) -> dict[tuple[int, str], float]:
-    """CPU time by thread: (id, name)."""
-    found: dict[tuple[int, str], float] = {}
+def thread_ms(process: int) -> dict[Thread, float]:
+    found: dict[Thread, float] = {}
     for task in Path(f"/proc/{process}/task").glob("*"):
         try:
             name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            found[int(task.name), name] = exact_ms(task) or ticks_ms(fields.split())
+            found[Thread(process, int(task.name), name)] = exact_ms(task) or ticks_ms(fields.split())
         except (FileNotFoundError, ProcessLookupError):  # it ended
             continue
     return found
@@ -129,11 +135,11 @@ def ticks_ms(fields: list[str]) -> float:
     return (int(fields[11]) + int(fields[12])) * TICK_MS
 
 
-def group_of(process: int, thread: int, name: str) -> str:
-    if thread == process:
+def group_of(thread: Thread) -> str:
+    if thread.number == thread.process:
         return "main"
-    ours = next((group for group in OURS if name.startswith(f"kvferry {group}"[:COMM_CHARS])), None)
-    return ours or ("grpc" if "grpc" in name or "event_eng" in name else "other")
+    ours = next((group for group in OURS if thread.name.startswith(f"kvferry {group}"[:COMM_CHARS])), None)
+    return ours or ("grpc" if "grpc" in thread.name or "event_eng" in thread.name else "other")
 
 
 def body_of(prompt: list[int], **more: object) -> bytes:
@@ -180,8 +186,7 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
         [bodies_of(p, output) if pair else (body_of(p, max_tokens=1, stream=True),) for p in chat]
         for chat in load.prompts()
     ]
-    cores = [server.engine_core() for server in servers]
-    before = [thread_ms(core) for core in cores]
+    before = [server.engine_core() for server in servers]
     began = 0.0
     for turn in range(load.turns):
         began = began or (time.perf_counter() if turn else 0.0)
@@ -196,9 +201,9 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
         if turn:
             cells[-1].ttft_ms += [seconds * 1000 for seconds in times]
     cells[-1].per_second.append(load.count * (load.turns - 1) / (time.perf_counter() - began))
-    for core, was, cell in zip(cores, before, cells, strict=True):
-        for (thread, name), spent in thread_ms(core).items():
-            cell.cpu_ms[group_of(core, thread, name)] += spent - was.get((thread, name), 0.0)
+    for server, was, cell in zip(servers, before, cells, strict=True):
+        for thread, spent in server.engine_core().items():
+            cell.cpu_ms[group_of(thread)] += spent - was.get(thread, 0.0)
         cell.requests += load.count * load.turns
 
 

@@ -36,7 +36,7 @@ def test_a_thread_has_the_time_that_it_computed(threads: ModuleType) -> None:
     thread.start()
     try:
         assert done.wait(10)
-        read = {number: ms for (number, _), ms in threads.thread_ms(os.getpid()).items()}
+        read = {thread.number: ms for thread, ms in threads.thread_ms(os.getpid()).items()}
         slack = 2.0 if Path("/proc/self/schedstat").exists() else 2 * threads.TICK_MS
         assert read[thread.native_id] == pytest.approx(burnt[0] / 1e6, abs=slack)
     finally:
