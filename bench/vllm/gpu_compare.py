@@ -291,11 +291,13 @@ EARLY = ("2nd", "3rd", "4th")
 
 def tables(key: Key, systems: dict[str, list[Visit]]) -> list[Table]:
     there = {system: systems[system] for system in SYSTEMS if system in systems}
+    restored = {name: row for name, visits in there.items() if (row := restores_of(visits))}
     return [
         shown(f"{key}: turns 2 and later", {name: sums_of(visits) for name, visits in there.items()}),
         shown("TTFT in ms, turn by turn", {name: turns_of(key, visits) for name, visits in there.items()}),
         shown("ms between tokens", {name: gaps_of(visits) for name, visits in there.items()}),
         shown("mean parts, ms", {name: parts_of(visits) for name, visits in there.items()}),
+        *([shown("restored from the host tier", restored)] if restored else []),
         shown("GPU memory, processors", {name: processes_of(visits) for name, visits in there.items()}),
     ]
 
@@ -358,10 +360,7 @@ def parts_of(visits: list[Visit]) -> Row:
     told = told_by(visits)
     if loads := sum(told.get("kvferry loads", [])):
         told["load"] = [1000 * sum(told["kvferry load seconds"]) / loads]
-    row = {name: f"{median(told[name]):.1f}" if name in told else "-" for name in PARTS}
-    if restored := sum(told.get("kvferry restored bytes", [])):
-        row["restored"] = restores(restored, sum(told["kvferry restore seconds"]), told)
-    return row
+    return {name: f"{median(told[name]):.1f}" if name in told else "-" for name in PARTS}
 
 
 def processes_of(visits: list[Visit]) -> Row:
@@ -376,11 +375,15 @@ def process_told(name: str, visits: list[Visit]) -> str:
     return f"{mib / 1024:.1f} GiB" + (f", {median(cores):.2f}" if cores else "")
 
 
-def restores(nbytes: float, seconds: float, told: dict[str, list[float]]) -> str:
-    """While any ran; of the strategies, the bytes of both directions."""
+def restores_of(visits: list[Visit]) -> Row:
+    """Seconds are those while any ran; shares of the strategies are of the bytes of both directions."""
+    told = told_by(visits)
+    nbytes, seconds = (sum(told.get(f"kvferry restore{what}", [])) for what in ("d bytes", " seconds"))
+    if not nbytes:
+        return {}
     copied = {name.removeprefix("copied "): sum(each) for name, each in told.items() if name.startswith("copied ")}
-    shares = ", ".join(f"{name} {100 * each / sum(copied.values()):.0f} %" for name, each in copied.items() if each)
-    return f"{nbytes / (1 << 30):.1f} GiB in {seconds:.1f} s ({shares})"
+    shares = {name: f"{100 * each / sum(copied.values()):.0f} %" for name, each in copied.items() if each}
+    return {"GiB": f"{nbytes / (1 << 30):.1f}", "seconds": f"{seconds:.1f}", **shares}
 
 
 def write_table(args: argparse.Namespace) -> int:

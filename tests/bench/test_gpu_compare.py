@@ -126,6 +126,18 @@ def test_a_table_has_what_the_chart_reads(compare: ModuleType) -> None:
     ]
 
 
+def test_what_came_back_from_the_host_has_a_table_of_its_own(compare: ModuleType) -> None:
+    told = {"kvferry restored bytes": [2.0**31, 2.0**31], "kvferry restore seconds": [0.5, 0.75]}
+    told |= {"copied staged": [300.0], "copied batch": [100.0], "copied loop": [0.0]}
+    console = compare.Console(record=True, width=165, file=io.StringIO())
+    visits = [compare.Visit(compare.Measured(first_ms=[9.0], ttft_ms=[5.0], told=told), 2, {}, {})]
+    without = [compare.Visit(compare.Measured(first_ms=[9.0], ttft_ms=[5.0]), 2, {}, {})]
+    console.print(*compare.tables(compare.Key("host", "young", 1, 16), {"nixl": without, "blocks": visits}), sep="\n")
+    assert [["system", "GiB", "seconds", "staged", "batch"], ["blocks", "4.0", "1.2", "75 %", "25 %"]] in tables_of(
+        console.export_text()
+    )
+
+
 def test_memory_of_a_process_is_that_on_all_its_gpus(
     compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
