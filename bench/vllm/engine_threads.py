@@ -3,13 +3,16 @@ TTFT and requests/s, of servers that are asked by turns.
 
 python bench/vllm/engine_threads.py --plain none=http://127.0.0.1:8100,PID --plain kvferry=http://127.0.0.1:8101,PID \\
     [--pair p=URL,PID d=URL,PID] [--at-once 1 32] [--output FILE]
+python bench/vllm/engine_threads.py --start --at-once 1 --turns 6 --more 256
 
-PID is that of a server's first process; its engine core is the process below it that has burnt most. `--plain` servers
-get requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
+`--start` runs vLLM for CPUs as cluster.py does, one server alone and a pair, of a small model of random weights; there
+"copies" moves a prompt's bytes, which on a GPU its copy engines do. PID is that of a server's first process; its engine
+core is all processes below it: on a GPU one for a rank, on CPUs the scheduler has one of its own. `--plain` servers get
+requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
-/proc/PID/task/*/stat (ticks of 10 ms): "main" is the thread that schedules; "requests", "copies" and "index" are the
-connector's.
+/proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
+that schedules and computes; "requests", "copies" and "index" are the connector's.
 """
 
 from __future__ import annotations
@@ -23,19 +26,31 @@ import secrets
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 from chat import new_client
-from cluster import machine
+from cluster import DEVICES, PYTHON, SMALL, Cluster, Engine, Spec, machine
 from rich.console import Console
 from rich.table import Table
+from small_models import model_of_heads
+from versions import version_of
 
+TOP_ID = 100_000 if DEVICES else 49_000  # of tokens; small models have fewer
 TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 COMM_CHARS = 15  # of a name, as the kernel has it
 OURS = ("requests", "copies", "index")
 GROUPS = ("main", *OURS, "grpc", "other")
+
+
+class Thread(NamedTuple):
+    process: int
+    number: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +68,9 @@ class Server:
             raise ValueError(f"{word!r} is not NAME=URL,PID")
         return Server(name, url, int(process))
 
-    def engine_core(self) -> int:
-        """The process below this one, which serves the API, that has burnt most."""
-        return max(descendants(self.process)[1:], key=lambda each: sum(thread_ms(each).values()))
+    def engine_core(self) -> dict[Thread, float]:
+        """CPU time so far by thread, of the processes below this one, which serves the API."""
+        return {thread: ms for process in descendants(self.process)[1:] for thread, ms in thread_ms(process).items()}
 
 
 @dataclass(slots=True)
@@ -83,7 +98,7 @@ class Chats:
         ids = random.Random(secrets.randbits(64))
         made = []
         for _ in range(self.count):
-            whole = [ids.randrange(1000, 100_000) for _ in range(self.first + (self.turns - 1) * self.more)]
+            whole = [ids.randrange(1000, TOP_ID) for _ in range(self.first + (self.turns - 1) * self.more)]
             made.append([whole[: self.first + turn * self.more] for turn in range(self.turns)])
         return made
 
@@ -96,24 +111,35 @@ def descendants(process: int) -> list[int]:
     return found
 
 
-def thread_ms(process: int) -> dict[tuple[int, str], float]:
-    """CPU time by thread: (id, name)."""
-    found: dict[tuple[int, str], float] = {}
+def thread_ms(process: int) -> dict[Thread, float]:
+    found: dict[Thread, float] = {}
     for task in Path(f"/proc/{process}/task").glob("*"):
         try:
             name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except FileNotFoundError:
+            found[Thread(process, int(task.name), name)] = exact_ms(task) or ticks_ms(fields.split())
+        except (FileNotFoundError, ProcessLookupError):  # it ended
             continue
-        words = fields.split()
-        found[int(task.name), name] = (int(words[11]) + int(words[12])) * TICK_MS
     return found
 
 
-def group_of(process: int, thread: int, name: str) -> str:
-    if thread == process:
+def exact_ms(task: Path) -> float:
+    """CPU time to the nanosecond; 0: the kernel does not count it."""
+    try:
+        return int((task / "schedstat").read_text().split()[0]) / 1e6
+    except FileNotFoundError:
+        return 0.0
+
+
+def ticks_ms(fields: list[str]) -> float:
+    """User's and system's of a `stat`, behind the name."""
+    return (int(fields[11]) + int(fields[12])) * TICK_MS
+
+
+def group_of(thread: Thread) -> str:
+    if thread.number == thread.process:
         return "main"
-    ours = next((group for group in OURS if name.startswith(f"kvferry {group}"[:COMM_CHARS])), None)
-    return ours or ("grpc" if "grpc" in name or "event_eng" in name else "other")
+    ours = next((group for group in OURS if thread.name.startswith(f"kvferry {group}"[:COMM_CHARS])), None)
+    return ours or ("grpc" if "grpc" in thread.name or "event_eng" in thread.name else "other")
 
 
 def body_of(prompt: list[int], **more: object) -> bytes:
@@ -160,8 +186,7 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
         [bodies_of(p, output) if pair else (body_of(p, max_tokens=1, stream=True),) for p in chat]
         for chat in load.prompts()
     ]
-    cores = [server.engine_core() for server in servers]
-    before = [thread_ms(core) for core in cores]
+    before = [server.engine_core() for server in servers]
     began = 0.0
     for turn in range(load.turns):
         began = began or (time.perf_counter() if turn else 0.0)
@@ -176,9 +201,9 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
         if turn:
             cells[-1].ttft_ms += [seconds * 1000 for seconds in times]
     cells[-1].per_second.append(load.count * (load.turns - 1) / (time.perf_counter() - began))
-    for core, was, cell in zip(cores, before, cells, strict=True):
-        for (thread, name), spent in thread_ms(core).items():
-            cell.cpu_ms[group_of(core, thread, name)] += spent - was.get((thread, name), 0.0)
+    for server, was, cell in zip(servers, before, cells, strict=True):
+        for thread, spent in server.engine_core().items():
+            cell.cpu_ms[group_of(thread)] += spent - was.get(thread, 0.0)
         cell.requests += load.count * load.turns
 
 
@@ -190,6 +215,27 @@ async def measure(systems: list[list[Server]], load: Chats, args: argparse.Names
                 own = [cells.setdefault(server.name, Cell()) if number else Cell() for server in servers]
                 await drive(client, servers, load, args.tokens_out, own)
     return cells
+
+
+@contextmanager
+def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
+    """One server alone, the prefill server of a pair asked without transfer parameters, and the pair."""
+    os.environ.setdefault("VLLM_MODEL", str(model_of_heads()))
+    longest = args.first + (args.turns - 1) * args.more + args.tokens_out
+    most = -(-longest // 1024) * 1024
+    room = ("--max-model-len", str(most), "--hf-overrides", json.dumps({"max_position_embeddings": most}))
+    room += ("--max-num-batched-tokens", "2048")
+    spec = Spec(flags=(*SMALL, *room), page_size=64, pool_bytes="2GiB", extra={"deadline_seconds": 120.0})
+    with Cluster(spec) as cluster:
+        cluster.alone()
+        cluster.kvferry()
+
+        def server(name: str, engine: Engine) -> Server:
+            return Server(name, engine.url, engine.popen.pid)
+
+        alone, prefill, decode = (cluster.engines[name] for name in ("alone", "prefill", "decode"))
+        pair = [server("prefill, handed over", prefill), server("decode", decode)]
+        yield [[server("none", alone)], [server("kvferry", prefill)], pair]
 
 
 def table(title: str, cells: dict[str, Cell]) -> Table:
@@ -219,6 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="append", type=Server.of, default=[], metavar="NAME=URL,PID")
     parser.add_argument("--pair", nargs=2, type=Server.of, metavar="NAME=URL,PID", help="prefill, decode")
+    parser.add_argument("--start", action="store_true", help="the servers, on CPUs")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 32], metavar="N")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--first", type=int, default=8192, metavar="TOKENS")
@@ -228,13 +275,16 @@ def main() -> int:
     parser.add_argument("--output")
     args = parser.parse_args()
     systems = [[server] for server in args.plain] + ([args.pair] if args.pair else [])
-    if not systems:
-        parser.error("neither --plain nor --pair is given")
+    if bool(systems) is args.start:
+        parser.error("one of --start, and of --plain and --pair, must be given")
     console = Console(record=True, width=170)
-    console.print(f"{machine()}; chats of {args.first} tokens and {args.more} more in each of {args.turns - 1} turns")
-    for count in args.at_once:
-        load = Chats(count, args.first, args.more, args.turns)
-        console.print(table(f"{count} at a time", asyncio.run(measure(systems, load, args))))
+    vllm = f"; vLLM {version_of(PYTHON)} for CPUs" if args.start else ""
+    told = f"chats of {args.first} tokens and {args.more} more in each of {args.turns - 1} turns"
+    console.print(f"{machine()}{vllm}; {told}")
+    with started(args) if args.start else nullcontext(systems) as asked:
+        for count in args.at_once:
+            load = Chats(count, args.first, args.more, args.turns)
+            console.print(table(f"{count} at a time", asyncio.run(measure(asked, load, args))))
     if args.output:
         Path(args.output).write_text(console.export_text())
     return 0

@@ -34,38 +34,22 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
+import gpu_tables
 import psutil
 from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
 from engine_threads import descendants
-from gpu_turns import STAGES, STEPS, Measured, Shape, drive, median, steps_of
+from gpu_tables import SYSTEMS, Key
+from gpu_turns import Measured, Shape, drive, median
 from rank_devices import devices_of
 from rich.console import Console
-from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", "at-once")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """Of a cell."""
-
-    cache: str
-    state: str  # of the caches: "young" or "wrapped"
-    at_once: int
-    output: int
-    ranks: str = "1:1"  # tensor-parallel, of prefill and of decode
-
-    def __str__(self) -> str:
-        cell = f"{self.at_once} at a time, {self.output} tokens out, decode cache {self.cache}, {self.state}"
-        return cell if self.ranks == "1:1" else f"{cell}, ranks {self.ranks}"
 
 
 def token_bytes(model: Path) -> int:
@@ -214,7 +198,7 @@ def measure(there: list[Running], cache: str, args: argparse.Namespace, console:
                     for each in there if number % 2 == 0 else there[::-1]:
                         row = each.cell(key, args)
                         keep(args, row)
-                        got = Measured(**row["got"])
+                        got = Measured.of(row["got"])
                         told = f"TTFT {median(got.ttft_ms):.1f} ms, {median(got.per_second):.2f}/s"
                         console.print(f"{each.system}, {key}: {told}")
 
@@ -263,139 +247,6 @@ def gpus() -> str:
     return " and ".join(names.stdout.split("\n")[:-1])
 
 
-# -- the table
-
-
-def spread(values: list[float]) -> str:
-    """Median and the quarter on each side."""
-    if not values:
-        return "-"
-    ordered = sorted(values)
-    low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
-    return f"{median(ordered):.1f} ({low:.0f}-{high:.0f})"
-
-
-class Visit(NamedTuple):
-    got: Measured
-    memory: dict[str, int]  # MiB of GPUs'
-    cores: dict[str, float]  # of processors, in use in the mean
-
-
-def merged(parts: list[dict[str, object]]) -> dict[Key, dict[str, list[Visit]]]:
-    """What was measured by cell and system, in the order of the visits."""
-    cells: dict[Key, dict[str, list[Visit]]] = {}
-    for part in parts:
-        for row in part["rows"]:
-            at = cells.setdefault(Key(**row["key"]), {})
-            visit = Visit(Measured(**row["got"]), row["memory"], row.get("cores", {}))
-            at.setdefault(row["system"], []).append(visit)
-    return cells
-
-
-COLUMNS = ("system", "answers", "turn 1: TTFT ms", "TTFT ms", "prefill ms", "hand-off ms", "of it", "2nd ms")
-COLUMNS += ("between ms", "/s", "MiB each", "D hits", "GPU GiB", "cores")
-PARTS = {f"  of it, {name}": name for name in (*STAGES, "NIXL read", "NIXL post")}
-
-
-def shown(key: Key, systems: dict[str, list[Visit]]) -> Table:
-    table = Table(title=f"{key}: turns 2 and later")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("system", "of it") else "right")
-    for system in (each for each in SYSTEMS if each in systems):
-        table.add_row(system, *cells_of(systems[system]))
-    return table
-
-
-def shown_steps(key: Key, systems: dict[str, list[Visit]]) -> Table:
-    """Where the milliseconds are, a column for each system; those of which it is not known are left out."""
-    columns = {name: milliseconds(visits) for name, visits in systems.items()}
-    known = [name for name in SYSTEMS if columns.get(name)]
-    table = Table(title=f"{key}: ms to the first token")
-    for name in ("step", *known):
-        table.add_column(name, justify="left" if name == "step" else "right")
-    for step in (*STEPS, "all", *PARTS):
-        cells = [columns[name].get(step) for name in known]
-        if any(cells):
-            table.add_row(step, *("-" if cell is None else f"{cell:.1f}" for cell in cells))
-    return table
-
-
-def milliseconds(visits: list[Visit]) -> dict[str, float]:
-    """STEPS and PARTS in the mean; nothing where vLLM's timers are not known."""
-    got = [visit.got for visit in visits]
-    names = {name for each in got for name in each.told}
-    told = {name: fmean(value for each in got for value in each.told.get(name, [])) for name in names}
-    ttft = [value for each in got for value in each.ttft_ms]
-    if not ttft or "D TTFT" not in told:
-        return {}
-    if loads := told.get("kvferry loads"):
-        rounds = sum(len(each.told["kvferry loads"]) for each in got)
-        told["load"] = 1000 * told["kvferry load seconds"] * rounds / len(ttft) if loads else 0.0
-    steps = steps_of(told, fmean(ttft))
-    return {**steps, "all": sum(steps.values()), **{part: told[name] for part, name in PARTS.items() if name in told}}
-
-
-def cells_of(all_visits: list[Visit]) -> list[str]:
-    visits, last = [visit.got for visit in all_visits], all_visits[-1]
-    told = {name: [value for got in visits for value in got.told.get(name, [])] for got in visits for name in got.told}
-    ttft = [value for got in visits for value in got.ttft_ms]
-    answers = len(ttft)
-    prefill = median(told.get("P e2e", []))
-    moved = sum(told.get("kvferry bytes", [])) + sum(told.get("NIXL bytes", []))
-    parts = [
-        f"{name} {median(told[name]):.1f}"
-        for name in (*STAGES, "NIXL read", "NIXL post", "P prefill", "D queue", "D prefill")
-        if name in told
-    ]
-    if loads := sum(told.get("kvferry loads", [])):
-        parts.insert(0, f"load {1000 * sum(told['kvferry load seconds']) / loads:.1f}")
-    if restored := sum(told.get("kvferry restored bytes", [])):
-        parts.append(restores(restored, sum(told["kvferry restore seconds"]), told))
-    failed = sum(told.get("NIXL failed", [])) + sum(told.get("kvferry failed", []))
-    return [
-        str(answers) + (f" ({failed:.0f} FAILED)" if failed else ""),
-        spread([value for got in visits for value in got.first_ms]),
-        spread(ttft) + " " + "/".join(f"{median(got.ttft_ms):.0f}" for got in visits),
-        f"{prefill:.1f}" if "P e2e" in told else "-",
-        f"{sum(ttft) / answers - sum(told['P e2e']) / len(told['P e2e']):.1f}" if told.get("P e2e") else "-",
-        ", ".join(parts),
-        spread([value for got in visits for value in got.second_ms]),
-        f"{median([value for got in visits for value in got.between_ms]):.2f}",
-        spread([value for got in visits for value in got.per_second]),
-        f"{moved / answers / (1 << 20):.1f}",
-        f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
-        ", ".join(f"{name} {mib / 1024:.1f}" for name, mib in last.memory.items()),
-        ", ".join(f"{name} {cores:.2f}" for name, cores in last.cores.items()) or "-",
-    ]
-
-
-def restores(nbytes: float, seconds: float, told: dict[str, list[float]]) -> str:
-    """While any ran; of the strategies, the bytes of both directions."""
-    copied = {name.removeprefix("copied "): sum(each) for name, each in told.items() if name.startswith("copied ")}
-    shares = ", ".join(f"{name} {100 * each / sum(copied.values()):.0f} %" for name, each in copied.items() if each)
-    return f"restored {nbytes / (1 << 30):.1f} GiB in {seconds:.1f} s ({shares})"
-
-
-def write_table(args: argparse.Namespace) -> int:
-    parts = [json.loads(line) for name in args.files for line in Path(name).read_text().splitlines()]
-    console = Console(record=True, width=230)
-    for told in sorted({f"{part['machine']}, {', '.join(part['devices'])}" for part in parts}):
-        console.print(told)
-    for name in ("model", "places"):
-        console.print(*sorted({part[name] for part in parts if name in part}), sep="\n")
-    shapes = sorted({tuple(part["shape"][name] for name in ("first", "more", "turns")) for part in parts})
-    console.print(", ".join(f"first turns of {a} tokens, {b} more in each of {c - 1} turns" for a, b, c in shapes))
-    console.print(
-        "medians (a quarter on each side), and of each visit; hand-off: TTFT less prefill's own end to end, in the mean"
-    )
-    for key, systems in merged(parts).items():
-        console.print(shown(key, systems))
-        console.print(shown_steps(key, systems))
-    if args.output:
-        Path(args.output).write_text(console.export_text())
-    return 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(required=True)
@@ -419,7 +270,7 @@ def main() -> int:
     runs.add_argument("--pool-bytes", default="8GiB", help="of each daemon")
     runs.add_argument("--load-format", default=os.environ.get("VLLM_LOAD", "dummy"))
     tables = modes.add_parser("table")
-    tables.set_defaults(go=write_table)
+    tables.set_defaults(go=gpu_tables.write_table)
     tables.add_argument("files", nargs="+", metavar="FILE")
     tables.add_argument("--output")
     args = parser.parse_args()

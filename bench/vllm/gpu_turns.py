@@ -11,6 +11,8 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import httpx
 from chat import events
@@ -67,9 +69,13 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Answer:
     ttft_ms: float
-    second_ms: float  # the second token behind the first
-    between_ms: float  # its tokens, in the mean
+    gaps_ms: list[float]  # of each token but the first, behind the one before
     ids: list[int]
+
+    @property
+    def between_ms(self) -> float:
+        """Its tokens, in the mean."""
+        return sum(self.gaps_ms) / max(1, len(self.gaps_ms))
 
 
 @dataclass(slots=True)
@@ -77,11 +83,22 @@ class Measured:
     """Some turns of some chats. Lists: an entry for each answer, or for each turn's requests/s."""
 
     first_ms: list[float] = field(default_factory=list)  # TTFT of first turns
-    ttft_ms: list[float] = field(default_factory=list)  # of the later ones
+    ttft_ms: list[float] = field(default_factory=list)  # of the later ones, turn by turn of each round
     between_ms: list[float] = field(default_factory=list)
-    second_ms: list[float] = field(default_factory=list)  # of the later turns
+    gaps_ms: list[list[float]] = field(default_factory=list)  # of the later turns
     per_second: list[float] = field(default_factory=list)  # of a round's later turns
     told: dict[str, list[float]] = field(default_factory=dict)  # of each round: what the servers said of later turns
+
+    @staticmethod
+    def of(kept: dict[str, Any]) -> Measured:
+        """A kept row's; older ones have the second tokens' gaps alone."""
+        second = [[gap] for gap in kept.get("second_ms", [])]
+        return Measured(**{"gaps_ms": second, **{name: each for name, each in kept.items() if name != "second_ms"}})
+
+    def turn_ms(self, turn: int, of: int, at_once: int) -> list[float]:
+        """TTFT of a turn, the first is 0, of chats that have `of`."""
+        later = enumerate(self.ttft_ms)
+        return self.first_ms if turn == 0 else [each for n, each in later if n // at_once % (of - 1) == turn - 1]
 
 
 async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], body: bytes) -> Answer:
@@ -94,9 +111,8 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], body: byte
                 ids += got
     if not ids:
         raise RuntimeError(f"{url}: no token for a prompt of {len(prompt)}")
-    between = (times[-1] - times[0]) / max(1, len(times) - 1)
-    second = times[1] - times[0] if len(times) > 1 else 0.0
-    return Answer((times[0] - began) * 1000, second * 1000, between * 1000, ids)
+    gaps = [round((later - sooner) * 1000, 3) for sooner, later in pairwise(times)]
+    return Answer((times[0] - began) * 1000, gaps, ids)
 
 
 def body_of(prompt: list[int], output: int) -> bytes:
@@ -119,7 +135,7 @@ async def drive(cluster: Cluster, url: str, at_once: int, shape: Shape, rounds: 
                 answers = await asyncio.gather(*(ask(client, url, *each) for each in zip(chats, bodies, strict=True)))
                 spent += (time.perf_counter() - began) if turn else 0.0
                 (done.ttft_ms if turn else done.first_ms).extend(answer.ttft_ms for answer in answers)
-                done.second_ms += [answer.second_ms for answer in answers if turn and len(answer.ids) > 1]
+                done.gaps_ms += [answer.gaps_ms for answer in answers if turn]
                 done.between_ms += [answer.between_ms for answer in answers if len(answer.ids) > 1]
                 for chat, answer in zip(chats, answers, strict=True):
                     chat += answer.ids + fresh(ids, shape.more)

@@ -34,6 +34,7 @@ FIRST_TURNS = replace(CHATS, turns=1)
 OTHERS = replace(FIRST_TURNS, first=20)
 LONG = Load(conversations=2, turns=1, user_words=60, max_tokens=240, first=40)
 LIMIT_SECONDS = 240.0  # for the chats of a step
+PATIENT: dict[str, object] = {"deadline_seconds": 90.0, "lookup_seconds": 15.0}  # four ranks on few cores are slow
 RESET = "/reset_prefix_cache?reset_external=true"
 PREEMPTING = f"{RESET}&reset_running_requests=true"
 LOADED = "waiting for remote KV transfer"  # vLLM preempts nothing then
@@ -231,7 +232,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as folder:
         files = {name: Path(folder) / f"{name}-weights" for name in SIDES}
         own = {name: {"weights_file": str(path)} for name, path in files.items()}
-        with Cluster(Spec(decode_blocks=BLOCKS, prefill_blocks=BLOCKS, extra_of=own, ranks=ranks)) as cluster:
+        spec = Spec(decode_blocks=BLOCKS, prefill_blocks=BLOCKS, extra=PATIENT, extra_of=own, ranks=ranks)
+        with Cluster(spec) as cluster:
             cluster.kvferry()
             run = Run(cluster, files, references)
             run.tell(

@@ -3,6 +3,7 @@
 python bench/vllm/ways.py [WAY...] [--output bench/results/vllm-ways.txt]
 
 example     beside vLLM's ExampleConnector in MultiConnector, on both sides: prefill loads from that one what it has
+offload     the same beside its OffloadingConnector, whose blocks are copied in torch (programs/offloading_in_torch.py)
 faulty      prefill beside a connector whose loads fail (faulty_loads.py): vLLM computes again what kvferry sends
 servers     two API servers on each side (--api-server-count 2)
 preempted   caches of 34 blocks on both sides, prompts in chunks and long answers: requests are preempted
@@ -46,6 +47,12 @@ def example(folder: str) -> tuple[dict[str, object], ...]:
     )
 
 
+def offload() -> tuple[dict[str, object], ...]:
+    copies = {"spec_name": "OffloadingInTorch", "spec_module_path": "programs.offloading_in_torch"}
+    extra = {**copies, "cpu_bytes_to_use": 256 << 20}
+    return ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra},)
+
+
 def faulty() -> tuple[dict[str, object], ...]:
     return ({"kv_connector": "FaultyLoads", "kv_connector_module_path": "faulty_loads", "kv_role": "kv_both"},)
 
@@ -55,6 +62,8 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
     if way == "example":
         beside = {name: example(str(folder / f"{name}-kv")) for name in ("prefill", "decode")}
         return replace(plain, flags=UNCACHED, beside=beside), SHORT
+    if way == "offload":
+        return replace(plain, flags=UNCACHED, beside=dict.fromkeys(("prefill", "decode"), offload())), SHORT
     if way == "faulty":
         return replace(plain, beside={"prefill": faulty()}), SHORT
     if way == "back":
@@ -104,8 +113,8 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
             f"; {name}: {preempted} preemptions, {pushed} pushed, {failed} failed, the other connector loaded "
             f"{injected} times and failed {recovered}"
         )
-    if way == "example":
-        wrong += [f"{name}: nothing came from ExampleConnector" for name in logs if INJECTED not in logs[name]]
+    if way in ("example", "offload"):
+        wrong += [f"{name}: nothing came from the other connector" for name in logs if INJECTED not in logs[name]]
     if way == "faulty" and RECOVERED not in logs["prefill"]:
         wrong.append("no load failed")
     return "\n".join([told, *wrong]), not wrong
@@ -165,7 +174,7 @@ def run_back(spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str,
 
 
 def main() -> int:
-    ways = ("example", "faulty", "servers", "preempted", "back")
+    ways = ("example", "offload", "faulty", "servers", "preempted", "back")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--output", type=Path)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.bench.scripts import imported
 
-MODULES = ("fleet", "cluster", "gpu_compare", "gpu_turns", "chat", "engine_threads")
+MODULES = ("fleet", "cluster", "gpu_compare", "gpu_turns", "chat", "engine_threads", "versions")
 
 
 @pytest.fixture(scope="module")

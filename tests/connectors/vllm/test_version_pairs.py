@@ -14,7 +14,7 @@ import pytest
 from tests.support.other_routers import DYNAMO_OF_VLLM_026, dynamo, production_stack, vllm_router
 
 ROOT = Path(__file__).resolve().parents[3]
-VENVS = Path(os.environ.get("KVFERRY_VLLM_VENVS", ROOT / "build" / "vllm"))  # made once; a folder for each version
+VENVS = Path(os.environ.get("VLLM_VENVS", ROOT / "build" / "vllm"))  # made once; a folder for each version
 OLDEST = "0.26.0"
 OPERATORS = {OLDEST: "0.27.0"}  # its own are built for a torch whose CPU build PyPI lacks
 
