@@ -179,7 +179,7 @@ class Cluster:
 
     def start_nixl_front(self) -> None:
         decodes = ",".join(self.engines[name].url for name in self.decodes)
-        words = [sys.executable, str(ROOT / "bench" / "vllm" / "nixl_front.py"), decodes]
+        words = [sys.executable, str(PROGRAMS / "nixl_front.py"), decodes]
         self.front = self.router([*words, *(self.engines[name].url for name in self.prefills)])
 
     def router(self, words: list[str], settings: dict[str, str] | None = None) -> str:

@@ -10,7 +10,7 @@ import httpx
 from tests.front.test_processes import started
 from tests.front.test_vllm_front import CHAT, FakeVllm, serving
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "vllm" / "nixl_front.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "vllm" / "programs" / "nixl_front.py"
 
 
 def test_decode_is_asked_with_what_prefill_answered() -> None:

@@ -1,7 +1,7 @@
 """kvferry's front end before servers with vLLM's NixlConnector, so that both connectors are measured behind the same
 one: prefill is asked first, and decode with what it answered.
 
-python bench/vllm/nixl_front.py DECODE_URL[,DECODE_URL...] PREFILL_URL... PORT
+python bench/vllm/programs/nixl_front.py DECODE_URL[,DECODE_URL...] PREFILL_URL... PORT
 """
 
 from __future__ import annotations
