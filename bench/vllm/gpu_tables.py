@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gpu_turns import STAGES, Measured, median, steps_of
+from gpu_turns import STAGES, Measured, median
 from rich.console import Console
 from rich.table import Table
 
@@ -66,7 +67,7 @@ EARLY = ("2nd", "3rd", "4th")
 def tables(key: Key, systems: dict[str, list[Visit]]) -> list[Table]:
     there = {system: systems[system] for system in SYSTEMS if system in systems}
     restored = {name: row for name, visits in there.items() if (row := restores_of(visits))}
-    steps = {name: steps_row(visits) for name, visits in there.items()}
+    steps = {name: steps_row(name, visits) for name, visits in there.items()}
     return [
         shown(f"{key}: turns 2 and later", {name: sums_of(visits) for name, visits in there.items()}),
         shown("TTFT in ms, turn by turn", {name: turns_of(key, visits) for name, visits in there.items()}),
@@ -132,7 +133,34 @@ def gaps_of(visits: list[Visit]) -> Row:
     return {name: spread(values) for name, values in found.items() if values}
 
 
-def steps_row(visits: list[Visit]) -> Row:
+STEPS = ("front end", "P front end", "P queue", "P prefill", "hand-off", "D front end", "D queue", "D first step")
+"""Where the milliseconds to a first token are: they follow each other."""
+
+
+def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str, float]:
+    """STEPS of one system, which sum to its mean TTFT; `told`: means of what its servers said.
+
+    One vLLM: queue and prefill are D's. Legs in series: all of prefill's stand before decode's. Legs at once: decode's
+    load runs beside prefill's queue and prefill, and the hand-off is what it takes beyond them; where the front end
+    streams prefill's token ("at-once"), decode has no part in it."""
+    queue, prefill, end = (told.get(f"P {name}", 0.0) for name in ("queue", "prefill", "e2e"))
+    waited, first = told.get("D queue", 0.0), told.get("D prefill", 0.0)
+    found = {"P queue": queue, "P prefill": prefill, "D first step": first}
+    front = told["D TTFT"] - waited - first
+    if not end:
+        found |= {"D front end": front, "D queue": waited}
+    elif "load" not in told:
+        found |= {"P front end": end - queue - prefill, "D front end": front, "D queue": waited}
+    elif system == "at-once":
+        found |= {"P front end": end - queue - prefill, "D first step": 0.0}
+    else:
+        hand_off = told["load"] - queue - prefill
+        found |= {"hand-off": hand_off, "D front end": front, "D queue": waited - told["load"]}
+    found["front end"] = ttft_ms - sum(found.values())
+    return {name: found.get(name, 0.0) for name in STEPS}
+
+
+def steps_row(system: str, visits: list[Visit]) -> Row:
     """STEPS and their sum; nothing where vLLM's timers are not known."""
     ttft = [value for visit in visits for value in visit.got.ttft_ms]
     told = {name: fmean(values) for name, values in told_by(visits).items()}
@@ -140,7 +168,7 @@ def steps_row(visits: list[Visit]) -> Row:
         return {}
     if "kvferry loads" in told:
         told["load"] = 1000 * sum(told_by(visits)["kvferry load seconds"]) / len(ttft)
-    steps = steps_of(told, fmean(ttft))
+    steps = steps_of(system, told, fmean(ttft))
     return {name: f"{each:.1f}" if each else "-" for name, each in {**steps, "all": sum(steps.values())}.items()}
 
 

@@ -9,7 +9,7 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -207,33 +207,6 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
         if grown.get(f"{name} count")
     }
     return {**means, **{name: value for name, value in grown.items() if not name.endswith((" sum", " count"))}}
-
-
-STEPS = ("front end", "P front end", "P queue", "P prefill", "hand-off", "D front end", "D queue", "D first step")
-"""Where the milliseconds to a first token are: they follow each other."""
-
-
-def steps_of(told: Mapping[str, float], ttft_ms: float) -> dict[str, float]:
-    """STEPS of one system, which sum to its mean TTFT; `told`: means of what its servers said, as `growth` has them.
-
-    One vLLM: queue and prefill are D's. Legs in series: all of prefill's stand before decode's. Legs at once: decode's
-    load runs beside prefill's queue and prefill, and the hand-off is what it takes beyond them; where the front end
-    streams prefill's token, decode has no part in it."""
-    queue, prefill, end = (told.get(f"P {name}", 0.0) for name in ("queue", "prefill", "e2e"))
-    waited, first = told.get("D queue", 0.0), told.get("D prefill", 0.0)
-    found = {"P queue": queue, "P prefill": prefill, "D first step": first}
-    front = told["D TTFT"] - waited - first
-    if not end:
-        found |= {"D front end": front, "D queue": waited}
-    elif "load" not in told:
-        found |= {"P front end": end - queue - prefill, "D front end": front, "D queue": waited}
-    elif ttft_ms < told["D TTFT"]:
-        found |= {"P front end": end - queue - prefill, "D first step": 0.0}
-    else:
-        hand_off = told["load"] - queue - prefill
-        found |= {"hand-off": hand_off, "D front end": front, "D queue": waited - told["load"]}
-    found["front end"] = ttft_ms - sum(found.values())
-    return {name: found.get(name, 0.0) for name in STEPS}
 
 
 def median(values: Iterable[float]) -> float:

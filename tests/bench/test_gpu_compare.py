@@ -157,22 +157,22 @@ PREFILL = {"P e2e": 31.0, "P queue": 2.0, "P prefill": 26.0}
 
 
 @pytest.mark.parametrize(
-    ("told", "ttft", "steps"),
+    ("system", "told", "ttft", "steps"),
     [
-        (ONE_VLLM, 44.0, [4.0, 0.0, 0.0, 0.0, 0.0, 9.0, 1.0, 30.0]),
-        ({**ONE_VLLM, **PREFILL}, 75.0, [4.0, 3.0, 2.0, 26.0, 0.0, 9.0, 1.0, 30.0]),
-        ({**PREFILL, "load": 29.0, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 2.0}, 44.0,
+        ("alone", ONE_VLLM, 44.0, [4.0, 0.0, 0.0, 0.0, 0.0, 9.0, 1.0, 30.0]),
+        ("nixl", {**ONE_VLLM, **PREFILL}, 75.0, [4.0, 3.0, 2.0, 26.0, 0.0, 9.0, 1.0, 30.0]),
+        ("blocks", {**PREFILL, "load": 29.0, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 2.0}, 44.0,
          [4.0, 0.0, 2.0, 26.0, 1.0, 5.0, 4.0, 2.0]),
-        ({**PREFILL, "load": 29.0, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 0.0}, 35.0,
+        ("at-once", {**PREFILL, "load": 29.0, "D TTFT": 40.0, "D queue": 33.0, "D prefill": 0.0}, 35.0,
          [4.0, 3.0, 2.0, 26.0, 0.0, 0.0, 0.0, 0.0]),
     ],
     ids=["one vLLM", "legs in series", "legs at once", "prefill's token at once"],
 )  # fmt: skip
 def test_steps_to_a_first_token_follow_each_other(
-    compare: ModuleType, told: dict[str, float], ttft: float, steps: list[float]
+    compare: ModuleType, system: str, told: dict[str, float], ttft: float, steps: list[float]
 ) -> None:
-    found = compare.gpu_tables.steps_of(told, ttft)
-    assert list(found.items()) == list(zip(sys.modules["gpu_turns"].STEPS, steps, strict=True))
+    found = compare.gpu_tables.steps_of(system, told, ttft)
+    assert list(found.items()) == list(zip(compare.gpu_tables.STEPS, steps, strict=True))
     assert sum(found.values()) == ttft
 
 
