@@ -133,6 +133,7 @@ class Cluster:
         self.model = model_folder()
 
     def __enter__(self) -> Cluster:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what was started
         return self
 
     def __exit__(self, *error: object) -> None:
