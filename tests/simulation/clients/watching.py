@@ -49,8 +49,10 @@ def fetch(side: SimPrefill, effect: StartFetch) -> None:
     """Nothing is fetched for who computes elsewhere."""
     said = effect.ask.name
     name = Name(said.request_id, said.attempt)
-    prompt = side.ready_core.entries[name].prompt
-    assert prompt is not None
+    entry = side.ready_core.entries.get(name)
+    if entry is None or entry.prompt is None:
+        return  # it ended while pages were cleared before this; the fetch's stop stands behind it
+    prompt = entry.prompt
     worker = side.workers.here.get(prompt.worker)
     job = None if worker is None else cast("Process", worker.events).jobs.get(name)
     expect(job is None or job.fetchable, f"{side.config.name} fetches for {name}, whose worker does not wait for that")

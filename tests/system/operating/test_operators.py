@@ -115,7 +115,7 @@ def test_a_daemon_that_drains_is_alive_but_not_ready(kvferry: Command) -> None:
             decode.daemon.popen.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             ready, live = kvferry("health", decode.daemon_address), kvferry("health", decode.daemon_address, "--live")
-            assert (ready.returncode, ready.stdout) == (1, "NOT_SERVING\n")
+            assert (ready.returncode, ready.stdout) == (1, "NOT_SERVING: it drains\n")
             assert live.returncode == 0
             assert running.result(30).error is None  # what was accepted is finished
 
