@@ -2,6 +2,7 @@
 decode engine under load.
 
 python bench/vllm/hooks.py [--steps 2000] [--output bench/results/vllm-hooks.txt]
+VLLM_DEVICES=cuda:0,cuda:1 VLLM_FLAGS='--load-format dummy ...' python bench/vllm/hooks.py --pool engine --revision none
 
 In the decode engine blocks of steps with and without the hooks alternate in one run; medians over the blocks. Limit:
 2 % of the steps' time, in both engines; time in which an engine waits for requests is no step's.
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from chat import new_client, one_server, user_text
@@ -63,13 +65,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--prefill-steps", type=int, default=PREFILL_STEPS)
     parser.add_argument("--at-a-time", type=int, default=4)
+    parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is, on GPUs")
+    parser.add_argument("--revision", help="of weights without a file, as --load-format dummy makes them")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
+    spec = replace(TIMED, pool=args.pool, extra={"revision": args.revision} if args.revision else {})
     lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
     with tempfile.TemporaryDirectory() as name:
         os.environ["HOOK_TIMES"] = name
         folder = Path(name)
-        with Cluster(TIMED) as cluster:
+        with Cluster(spec) as cluster:
             cluster.kvferry()
             asyncio.run(load(cluster.front, folder, args.steps, args.prefill_steps, args.at_a_time))
         worst, told = judge_both(folder, args.steps, args.prefill_steps)
