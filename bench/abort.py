@@ -98,7 +98,8 @@ class Moving:
     async def begin(self, number: int) -> RequestName:
         """The prefill daemon has all of it, and the transfer begins."""
         name, prompt, prefill = RequestName(os.urandom(16), 1), prompt_of(number), self.prefill
-        await prefill.begin(name, digests=prompt.digests, tokens=PROMPT_TOKENS, tail_digest=prompt.tail, deadline_s=30)
+        prefill.begin(name, digests=prompt.digests, tokens=PROMPT_TOKENS, tail_digest=prompt.tail, deadline_s=30)
+        await prefill.begun(name)
         prefill.progress(name, PROMPT_TOKENS)
         prefill.aux(name, b"first token")
         await ask(self.decode, name, prompt, prefill="prefill")

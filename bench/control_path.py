@@ -206,13 +206,15 @@ class Daemons:
     async def prefilled(self, digests: bytes, delta: int, fill: int) -> RequestName:
         """A request that the prefill daemon has all of: pages, progress, aux."""
         name, tokens = RequestName(os.urandom(16), 1), len(digests) // 32 * PAGE_SIZE
-        begun = await self.prefill.begin(name, digests=digests, tokens=tokens, tail_digest=b"", deadline_s=SECONDS)
+        self.prefill.begin(name, digests=digests, tokens=tokens, tail_digest=b"", deadline_s=SECONDS)
+        begun = await self.prefill.begun(name)
         pages_of(self.prefill)[list(begun.pages[len(begun.pages) - delta :])] = fill
         self.prefill.progress(name, tokens)
         self.prefill.aux(name, b"first token")
         # Messages are taken in order: once a later one is answered, these were.
         later = RequestName(os.urandom(16), 1)
-        await self.prefill.begin(later, digests=b"", tokens=1, tail_digest=bytes(32), deadline_s=SECONDS)
+        self.prefill.begin(later, digests=b"", tokens=1, tail_digest=bytes(32), deadline_s=SECONDS)
+        await self.prefill.begun(later)
         await self.prefill.abort(later, "it was only to be answered")
         return name
 

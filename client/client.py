@@ -1,7 +1,7 @@
 """A worker's session with its daemon: messages on the daemon's Unix socket (proto/worker.proto) and the pool's memory.
 
 decode:  admit -> progress? -> ready -> grow* -> finish; a retracted one finishes early and is admitted again
-prefill: begin -> progress* -> aux -> ended
+prefill: begin -> begun? -> progress* -> aux -> ended
 Any of them: abort. A request that failed is answered with abort too, once nothing of the worker touches its pages.
 
 All methods belong to the event loop that called `connect`.
@@ -230,7 +230,7 @@ class DaemonClient:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    async def begin(
+    def begin(
         self,
         name: RequestName,
         *,
@@ -243,10 +243,11 @@ class DaemonClient:
         traceparent: str = "",
         blocks: Sequence[int] = (),
         patience: Patience = FOR_PAGES,
-    ) -> Begun:
-        """Asks the daemon for pages for this prompt. `blocks`: the first of them, of an engine that has registered
-        blocks; they are read until `ended` or `abort` returns. Raises RequestFailed, DaemonGone; NotOpened when the
-        name is in use or the prompt's digests do not fit in a message."""
+    ) -> None:
+        """Asks the daemon for pages for this prompt, which `begun` has. `blocks`: the first of them, of an engine that
+        has registered blocks; they are read until `ended` or `abort` returns. Such an engine need not wait for `begun`
+        where nothing can be loaded for it. Raises DaemonGone; NotOpened when the name is in use or the prompt's digests
+        do not fit in a message."""
         begin = worker_pb2.Begin(
             name=name.to_proto(),
             digests=digests,
@@ -261,7 +262,12 @@ class DaemonClient:
         patience.mark(begin)
         request = self._open(name, worker_pb2.WorkerMessage(begin=begin), tokens, deadline_s)
         request.proceed = patience.proceed
-        return await self._wait(name, request.begun, deadline_s + ANSWER_SLACK_S, "Begun")
+
+    async def begun(self, name: RequestName) -> Begun:
+        """Waits for the daemon's answer to `begin`, at most for the deadline given to it. Raises RequestFailed,
+        DaemonGone."""
+        request = self._of(name)
+        return await self._wait(name, request.begun, request.deadline_s + ANSWER_SLACK_S, "Begun")
 
     def fetch(self, name: RequestName, blocks: Sequence[int], held_tokens: int) -> None:
         """Has what Proceed offered fetched into the prompt's first blocks, but those of the first `held_tokens`; no
@@ -437,10 +443,9 @@ class DaemonClient:
     def _stream_over(self, over: asyncio.Future[StreamEnd]) -> None:
         self._break(over.result().reason)
 
-    def _take(self, event: worker_pb2.WorkerEvent) -> None:
-        kind = event.WhichOneof("kind")
+    def _take(self, kind: str | None, event: worker_pb2.WorkerEvent) -> None:
         if kind is None:
-            return  # of a newer protocol
+            return
         if kind == "welcome":
             raise ValueError("a second Welcome")
         name = RequestName.from_proto(getattr(event, kind).name)

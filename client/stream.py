@@ -8,6 +8,7 @@ import os
 import socket as unix
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -24,6 +25,9 @@ from kvferry.waiting import is_done
 MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 MAX_RECEIVED_MESSAGE_BYTES = 64 * 1024 * 1024
 AGAIN_SECONDS = 0.1  # until a daemon that is not there is tried again
+
+Listener: TypeAlias = "Callable[[str | None, worker_pb2.WorkerEvent], None]"
+"""Has an event, and which kind of one it is; None: of a newer protocol."""
 
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN)
 
@@ -61,13 +65,13 @@ class Stream:
         self.frames = FrameStream(MAX_RECEIVED_MESSAGE_BYTES, self._take, self._ends)
         self._first: asyncio.Future[worker_pb2.WorkerEvent | None] = loop.create_future()
         self._early: list[worker_pb2.WorkerEvent] = []  # behind it, before anybody listens
-        self._listener: Callable[[worker_pb2.WorkerEvent], None] | None = None
+        self._listener: Listener | None = None
 
-    def listen(self, listener: Callable[[worker_pb2.WorkerEvent], None]) -> None:
+    def listen(self, listener: Listener) -> None:
         """Events come from now on; a ValueError of the listener's breaks the stream."""
         self._listener = listener
         for event in self._early:
-            self._hear(listener, event)
+            self._hear(listener, event.WhichOneof("kind"), event)
         self._early.clear()
         self.frames.go_on()
 
@@ -105,22 +109,23 @@ class Stream:
         except DecodeError as error:
             self._breaks(error)
             return
-        if event.WhichOneof("kind") == "end":
+        kind = event.WhichOneof("kind")
+        if kind == "end":
             self._ends_by(StreamEnd(event.end.code, event.end.details, event.end.daemon_ended))
             self.frames.close()  # the daemon waits for that
         elif self._listener is not None:
-            self._hear(self._listener, event)
+            self._hear(self._listener, kind, event)
         elif not self._first.done():
             self._first.set_result(event)
             self.frames.hold()  # but for what has come with it
         else:
             self._early.append(event)
 
-    def _hear(self, listener: Callable[[worker_pb2.WorkerEvent], None], event: worker_pb2.WorkerEvent) -> None:
+    def _hear(self, listener: Listener, kind: str | None, event: worker_pb2.WorkerEvent) -> None:
         if self.over.done():
             return
         try:
-            listener(event)
+            listener(kind, event)
         except ValueError as error:
             self._breaks(error)
 

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 class BlockRequests:
     """See `daemon_requests.DaemonRequests`. The mover knows what is computed."""
 
+    awaits_computed = True
+
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._blocks = tools.blocks
@@ -130,11 +132,12 @@ class BlockRequests:
 
     async def _begin(self, client: DaemonClient, push: Push) -> int:
         """How many tokens are in the prompt's blocks without having been computed for it."""
+        self._tools.begin(client, push)
         if not push.order.waits:
-            return (await self._tools.begin(client, push)).matched_tokens
+            return 0  # what the daemon has is loaded on the engine's word alone
         naming = asyncio.ensure_future(self._name_blocks(client, push))
         try:
-            matched = (await self._tools.begin(client, push)).matched_tokens
+            matched = (await self._tools.begun(client, push)).matched_tokens
         finally:
             naming.cancel()
             await asyncio.gather(naming, return_exceptions=True)
@@ -190,7 +193,7 @@ class BlockRequests:
         return start // self._blocks.page_size * self._blocks.page_size
 
     async def _computed(self, after: Moment) -> None:
-        if after is not None:
+        if after is not None and not self._tools.mover.is_computed(after):
             await run_whole(self._tools.copier, partial(self._tools.mover.computed, after))
 
     def _lease(self, request: str, name: RequestName) -> AbstractAsyncContextManager[DaemonRequest]:

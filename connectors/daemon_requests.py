@@ -41,6 +41,9 @@ class DaemonRequests(Protocol):
     """The requests, as orders make them; each call is a task of its own, which may be cancelled. When it is over the
     engine has its blocks back."""
 
+    awaits_computed: bool
+    """Whether they wait until what the engine had begun is computed before the daemon hears of them."""
+
     async def load(self, order: Load, step: EngineStep) -> int:
         """How many of its blocks are as they should be."""
 
@@ -133,19 +136,23 @@ class RequestTools:
         await client.ready(order.name)
         return admitted
 
-    async def begin(self, client: DaemonClient, push: Push) -> Begun:
-        """Has prefill's daemon expect the prompt. Where the engine waits for that, it is told what the daemon has of
-        it, and this returns when the engine has blocks."""
+    def begin(self, client: DaemonClient, push: Push) -> None:
+        """Has prefill's daemon expect the prompt."""
         order = push.order
         kind = worker_pb2.PATIENCE_FETCH if order.waits else worker_pb2.PATIENCE_NONE
-        begun = await client.begin(
+        client.begin(
             order.name,
             **order.prompt.words,
             deadline_s=self.settings.deadline_seconds,
             traceparent=order.traceparent,
             patience=Patience(kind, order.held, partial(self._proceed, push)),
         )
-        if order.waits:
+
+    async def begun(self, client: DaemonClient, push: Push) -> Begun:
+        """The daemon's answer. Where the engine waits for that, it is told what the daemon has of the prompt, and this
+        returns when the engine has blocks."""
+        begun = await client.begun(push.order.name)
+        if push.order.waits:
             self._found(push, begun.matched_tokens)
             await self.placed(client, push)
         return begun

@@ -71,6 +71,10 @@ class GpuMover:
         assert after is not None
         after.synchronize()
 
+    def is_computed(self, after: Moment) -> bool:
+        assert after is not None
+        return after.query()
+
     def misfit(self, memories: Sequence[Memory]) -> str:
         where = [memory.device if isinstance(memory, torch.Tensor) else "shared memory" for memory in memories]
         if where == [self._device]:

@@ -32,6 +32,9 @@ class Mover(Protocol):
     def computed(self, after: Moment) -> None:
         """Returns when what the engine had begun before `after` is computed. On a thread: it may sleep."""
 
+    def is_computed(self, after: Moment) -> bool:
+        """Whether `computed` would return at once. Waits for nothing."""
+
     def misfit(self, memories: Sequence[Memory]) -> str:
         """Why a daemon with such memories, one a rank, cannot be used; empty where it can."""
 
@@ -54,6 +57,9 @@ class HostMover:
 
     def computed(self, after: Moment) -> None:
         """It is, when the engine says so."""
+
+    def is_computed(self, after: Moment) -> bool:
+        return True
 
     def misfit(self, memories: Sequence[Memory]) -> str:
         if len(memories) == 1 and isinstance(memories[0], np.ndarray):

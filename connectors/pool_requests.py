@@ -27,6 +27,8 @@ class PoolRequests:
     """See `daemon_requests.DaemonRequests`. The mover moves bytes between the daemon's pages and the engine's
     blocks."""
 
+    awaits_computed = False  # its copies are ordered behind what the engine computes
+
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._blocks = tools.blocks
@@ -111,7 +113,8 @@ class PoolRequests:
         order, name = push.order, push.order.name
         async with self._lease(order.request, name) as lease:
             client = lease.client
-            begun = await self._tools.begin(client, push)
+            self._tools.begin(client, push)
+            begun = await self._tools.begun(client, push)
             if not push.received:
                 await self._load_first(client, push, begun.matched_tokens, begun.pages)
             await self._push_chunks(client, push, begun.matched_tokens, begun.pages)

@@ -5,6 +5,7 @@ own. The engine's thread only hands orders in and takes reports out.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import logging
 import threading
@@ -118,7 +119,8 @@ class WorkerSide:
             step = EngineStep(self._tools.mover.moment())
             # Blocks that a request holds may be another's that are computed in this very step.
             self._step = step if any(isinstance(order, (Load, Fill)) and order.held_blocks for order in now) else None
-            self._loop.call_soon_threadsafe(self._begin, now, step)
+            # A prompt that is begun waits for nothing, and must not wait for what is.
+            self._behind(None if self._pushing else step.begun, self._begin, now, step)
 
     def _is_told(self, order: Order) -> bool:
         """Whether the other thread has been told all of this order, behind what it was told before."""
@@ -145,9 +147,28 @@ class WorkerSide:
         saves, self._saves = self._saves, []
         done = self._tools.mover.moment()
         if step is not None:
-            self._loop.call_soon_threadsafe(step.ended, done)
+            self._behind(done, step.ended, done)
         if saves:
-            self._loop.call_soon_threadsafe(self._save, saves, done)
+            self._behind(done, self._save, saves, done)
+
+    def _behind(self, after: Moment, call: Callable[..., None], *args: Any) -> None:
+        """Calls it on the loop. Where requests wait for what was begun before `after`, that is waited for first, one
+        wait behind the other: so the loop wakes once."""
+        if after is None or not self._requests.awaits_computed:
+            self._loop.call_soon_threadsafe(call, *args)
+        else:
+            self._copier.submit(self._when_computed, after, call, args)
+
+    def _when_computed(self, after: Moment, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            self._tools.mover.computed(after)
+        except Exception:  # the request finds it, too
+            _log.debug("what was begun before an order", exc_info=True)
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def _flush(self) -> None:
+        """What `_behind` was given has been handed to the loop."""
+        concurrent.futures.wait([self._copier.submit(int)], PREEMPT_SECONDS)
 
     def tell(self, first: FirstToken) -> None:
         """Tells a push its reply's first token, which a later order says again."""
@@ -155,10 +176,12 @@ class WorkerSide:
 
     def give_up(self) -> None:
         """Ends everything that was ordered, reported as ever. When this returns nothing touches a block."""
+        self._flush()
         wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)
 
     def close(self) -> None:
         if self._thread.is_alive():
+            self._flush()
             try:
                 wait_for(self._sessions.close(), self._loop, STOP_SECONDS)
             except TimeoutError:

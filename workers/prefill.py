@@ -92,18 +92,17 @@ class PrefillWorker:
         client, name, prompt = self._client, order.name, order.prompt
         deadline = time.monotonic() + order.deadline_s
         tokens = len(prompt.tokens)
-        begun = await turn.opening(
-            client.begin(
-                name,
-                digests=prompt.digests,
-                tokens=tokens,
-                tail_digest=prompt.tail_digest,
-                deadline_s=order.deadline_s,
-                priority=order.priority,
-                warmup=order.warmup,
-                traceparent=order.traceparent,
-            )
+        client.begin(
+            name,
+            digests=prompt.digests,
+            tokens=tokens,
+            tail_digest=prompt.tail_digest,
+            deadline_s=order.deadline_s,
+            priority=order.priority,
+            warmup=order.warmup,
+            traceparent=order.traceparent,
         )
+        begun = await turn.opening(client.begun(name))
         matched = begun.matched_tokens
         if not 0 <= matched < tokens:
             raise RequestFailed(

@@ -239,7 +239,8 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     digests, tokens = os.urandom(32 * pages), pages * PAGE_SIZE
     ask = {"digests": digests, "tokens": tokens, "tail_digest": b"", "deadline_s": 60.0}
     sent, received = prefill.blocks(pages), decode.blocks(pages)
-    begun = await prefill.client.begin(name, blocks=sent, **ask)  # type: ignore[arg-type]
+    prefill.client.begin(name, blocks=sent, **ask)  # type: ignore[arg-type]
+    begun = await prefill.client.begun(name)
     source = torch.tensor(sent or begun.pages, device=prefill.tensor.device)
     prefill.tensor[:, source] = torch.randint(1 << 62, (pages,), device=source.device)[None, :, None]
     prefill.tensor[:, source] += torch.arange(prefill.tensor.shape[2], device=source.device)
@@ -268,7 +269,8 @@ async def nothing_missing(prefill: Side, decode: Side) -> float:
     for _ in range(2):
         name = RequestName(os.urandom(16), 1)
         ask = {"digests": digests, "tokens": PAGE_SIZE, "tail_digest": b"", "deadline_s": 30.0}
-        await prefill.client.begin(name, **ask)  # type: ignore[arg-type]
+        prefill.client.begin(name, **ask)  # type: ignore[arg-type]
+        await prefill.client.begun(name)
         await decode.client.admit(name, prefill="prefill", max_new_tokens=1, **ask)  # type: ignore[arg-type]
         await compute(prefill, decode)
         began = time.perf_counter()

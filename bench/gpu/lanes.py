@@ -212,7 +212,8 @@ async def one(prefill: Side, decode: Side, pages: int, check: bool) -> float:
     """Seconds from the report to Ready of a prompt all of whose pages are missing."""
     name, tokens = RequestName(os.urandom(16), 1), pages * PAGE_SIZE
     ask = {"digests": os.urandom(32 * pages), "tokens": tokens, "tail_digest": b"", "deadline_s": 60.0}
-    begun = await prefill.client.begin(name, **ask)  # type: ignore[arg-type]
+    prefill.client.begin(name, **ask)  # type: ignore[arg-type]
+    begun = await prefill.client.begun(name)
     seeds = torch.randint(251, (pages,))
     if check:
         prefill.fill(torch.tensor(begun.pages), seeds)

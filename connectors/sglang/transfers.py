@@ -194,7 +194,8 @@ class Transfers:
         async with self._lease(transfer.name) as lease:
             client = lease.client
             lease.opened = True
-            await client.begin(transfer.name, **transfer.prompt().words, deadline_s=self.deadline_seconds)
+            client.begin(transfer.name, **transfer.prompt().words, deadline_s=self.deadline_seconds)
+            await client.begun(transfer.name)
             row: bytes | None = None
             while row is None:
                 chunk = await order.next(self.deadline_seconds)

@@ -93,7 +93,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.warning("%s cannot be taken in: %s", who, error)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the daemon cannot take the worker in: {error}")
         log.info("%s worker %s is here", side.role, worker.name)
-        telling = Telling(worker.events, hello.late_ms / 1000, context.write)
+        in_blocks = hello.pool.block_tokens > 0
+        telling = Telling(worker.events, hello.late_ms / 1000, context.write, in_blocks=in_blocks)
         tasks = [
             asyncio.create_task(self._read(side, worker, telling, context)),
             asyncio.create_task(telling.run()),
@@ -188,6 +189,5 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             elif not worker.attached:
                 raise RequestError(common.ERROR_FAILED_PRECONDITION, f"{kind} before attached")
             else:
-                if kind == "admit":
-                    telling.admits(message.admit)
+                telling.hears(kind, message)
                 side.hear(worker, kind, message)

@@ -13,6 +13,7 @@ from kvferry.proto import worker_pb2 as wire
 
 MAX_LATE_MS = 1000
 MOST_LATE = 256  # events that wait together
+UNAWAITED_SECONDS = 0.5  # the same, of what an engine with blocks of its own has no use for
 
 
 class Telling:
@@ -23,27 +24,45 @@ class Telling:
         events: asyncio.Queue[wire.WorkerEvent],
         late_seconds: float,
         write: Callable[[Sequence[wire.WorkerEvent]], Awaitable[None]],
+        *,
+        in_blocks: bool = False,
     ) -> None:
+        """`in_blocks`: the worker names blocks of its own, and is given no pages."""
         self._events = events
         self._late_seconds = late_seconds
         self._write = write
-        self._waits: set[bytes] = set()  # ids of requests whose Admitted the worker waits for
+        self._in_blocks = in_blocks
+        # Ids of requests. Of what has no blocks: whose Admitted the worker waits for; else whose Begun, or Ended, it has
+        # no use for.
+        self._waits: set[bytes] = set()
+        self._unawaited: set[bytes] = set()
 
-    def admits(self, admit: wire.Admit) -> None:
-        """Notes an Admit, before it is answered."""
-        if self._late_seconds and admit.held_tokens:
-            self._waits.add(admit.name.request_id)
+    def hears(self, kind: str, message: wire.WorkerMessage) -> None:
+        """Notes what the worker says, before it is answered."""
+        if not self._late_seconds:
+            return
+        if kind == "admit" and message.admit.held_tokens and not self._in_blocks:
+            self._waits.add(message.admit.name.request_id)
+        elif kind == "begin" and self._in_blocks and message.begin.patience == wire.PATIENCE_NONE:
+            self._unawaited.add(message.begin.name.request_id)
+        elif kind == "admit" and self._in_blocks and message.admit.held_tokens < message.admit.tokens:
+            self._unawaited.add(message.admit.name.request_id)
+        elif kind == "abort":  # its end gives blocks back
+            self._unawaited.discard(message.abort.name.request_id)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             telling = [await self._events.get()]
-            until = loop.time() + self._late_seconds
-            while not self._is_urgent(telling[-1]) and len(telling) < MOST_LATE:
+            late = self._late(telling[0])
+            until = loop.time() + late
+            while late and len(telling) < MOST_LATE:
                 following = await self._next_until(until)
                 if following is None:
                     break
                 telling.append(following)
+                late = self._late(following)
+                until = min(until, loop.time() + late)
             await self._write(telling)
 
     async def _next_until(self, end: float) -> wire.WorkerEvent | None:
@@ -58,16 +77,28 @@ class Telling:
         finally:
             getting.cancel()  # nothing is lost: a get that is not done has taken nothing
 
-    def _is_urgent(self, event: wire.WorkerEvent) -> bool:
+    def _late(self, event: wire.WorkerEvent) -> float:
+        """Seconds that it may wait for others."""
         if not self._late_seconds:
-            return True
+            return 0.0
         kind = event.WhichOneof("kind")
         if kind == "admitted":
+            if self._in_blocks:
+                return UNAWAITED_SECONDS
             request: bytes = event.admitted.name.request_id
-            if request not in self._waits:
-                return False
+            waits = request in self._waits
             self._waits.discard(request)
-            return True
+            return 0.0 if waits else self._late_seconds
+        if kind == "begun":
+            request = event.begun.name.request_id
+            unawaited = request in self._unawaited
+            self._unawaited.discard(request)  # its Ended gives blocks back
+            return UNAWAITED_SECONDS if unawaited else 0.0
         if kind in ("ended", "failed"):
-            self._waits.discard(getattr(event, kind).name.request_id)
-        return bool(kind != "ended")
+            request = getattr(event, kind).name.request_id
+            unawaited = request in self._unawaited
+            self._waits.discard(request)
+            self._unawaited.discard(request)
+            if kind == "ended":
+                return UNAWAITED_SECONDS if unawaited else self._late_seconds
+        return 0.0

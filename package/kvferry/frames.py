@@ -45,7 +45,7 @@ class FrameStream(asyncio.Protocol):
         """Sends them now, or behind what still waits (`unsent`). Behind `end`, or into a connection that is over, they
         go for nothing."""
         if self._transport is not None and not self._said_last:
-            self._transport.write(b"".join(part for each in messages for part in (_LENGTH.pack(len(each)), each)))
+            self._transport.write(b"".join([part for each in messages for part in (_LENGTH.pack(len(each)), each)]))
 
     @property
     def unsent(self) -> int:

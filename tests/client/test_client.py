@@ -88,7 +88,8 @@ def test_lock_is_taken_before_attached_and_held_until_close(tmp_path: Path) -> N
 def test_prefill_request(tmp_path: Path) -> None:
     async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
         request = name()
-        begun = await client.begin(request, digests=bytes(64), tokens=9, tail_digest=bytes(32), deadline_s=5)
+        client.begin(request, digests=bytes(64), tokens=9, tail_digest=bytes(32), deadline_s=5)
+        begun = await client.begun(request)
         assert begun.pages == (0, 1, 2)
         client.progress(request, 8)
         client.progress(request, 9)

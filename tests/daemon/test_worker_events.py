@@ -83,11 +83,11 @@ def test_it_is_not_late_for_longer_than_the_worker_said() -> None:
 def test_who_has_pages_of_its_own_to_fill_is_admitted_at_once() -> None:
     async def story() -> None:
         told = Told(LATE)
-        told.telling.admits(wire.Admit(name=name(1), held_tokens=64))
+        told.telling.hears("admit", wire.WorkerMessage(admit=wire.Admit(name=name(1), held_tokens=64)))
         assert await told.tells(admitted(2)) == []
         assert await told.tells(admitted(1)) == [["admitted", "admitted"]]
         assert await told.tells(admitted(1)) == [], "noted once"
-        told.telling.admits(wire.Admit(name=name(3), held_tokens=64))
+        told.telling.hears("admit", wire.WorkerMessage(admit=wire.Admit(name=name(3), held_tokens=64)))
         failed = wire.WorkerEvent(failed=wire.Failed(name=name(3)))
         assert await told.tells(failed) == [["admitted", "failed"]]
         assert not told.telling._waits, "it is not admitted any more"

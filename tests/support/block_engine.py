@@ -249,7 +249,8 @@ class BlockEngine:
         daemon's until it has ended."""
         blocks = self.take(prompt.tokens)
         first = -(-min(chunk, prompt.tokens) // self.block_tokens)
-        await self.client.begin(name, **prompt.words, deadline_s=20, blocks=blocks[:first])  # type: ignore[arg-type]
+        self.client.begin(name, **prompt.words, deadline_s=20, blocks=blocks[:first])  # type: ignore[arg-type]
+        await self.client.begun(name)
         named = first
         for start in range(0, prompt.tokens, chunk):
             done = min(start + chunk, prompt.tokens)

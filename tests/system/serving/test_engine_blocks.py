@@ -127,7 +127,8 @@ def test_what_an_engine_may_not_say(stack: Stack) -> None:
                 (16, [1], "blocks has 1, which was named before"),
             ):
                 begun = {**prompt.words, "deadline_s": 5, "blocks": [1]}
-                await pair.prefill.client.begin(name := new_name(), **begun)  # type: ignore[arg-type]
+                pair.prefill.client.begin(name := new_name(), **begun)  # type: ignore[arg-type]
+                await pair.prefill.client.begun(name)
                 pair.prefill.client.progress(name, tokens, more)
                 with pytest.raises(RequestFailed, match=words):
                     await pair.prefill.client.ended(name, 5)

@@ -73,7 +73,8 @@ async def fetch(client: DaemonClient, prompt: Prompt, name: RequestName, blocks:
 
 
 async def push(client: DaemonClient, prompt: Prompt, name: RequestName, blocks: Sequence[int]) -> None:
-    await client.begin(name, **prompt.words, deadline_s=DEADLINE_S, blocks=blocks)  # type: ignore[arg-type]
+    client.begin(name, **prompt.words, deadline_s=DEADLINE_S, blocks=blocks)  # type: ignore[arg-type]
+    await client.begun(name)
     for done in range(PAGE, prompt.tokens + PAGE, PAGE):
         client.progress(name, min(done, prompt.tokens))
         await asyncio.sleep(0)

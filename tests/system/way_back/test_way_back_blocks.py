@@ -53,18 +53,16 @@ async def fetch_and_compute(pair: Pair, prompt: Prompt, name: RequestName) -> in
     """The prefill engine has what it can into its blocks, and computes the rest. The tokens that have come."""
     prefill = pair.prefill
     blocks, offered = prefill.take(prompt.tokens), asyncio.get_running_loop().create_future()
-    begun = asyncio.ensure_future(
-        prefill.client.begin(
-            name,
-            **prompt.words,  # type: ignore[arg-type]
-            deadline_s=20,
-            patience=Patience(worker_pb2.PATIENCE_FETCH, 0, offered.set_result),
-        )
+    prefill.client.begin(
+        name,
+        **prompt.words,  # type: ignore[arg-type]
+        deadline_s=20,
+        patience=Patience(worker_pb2.PATIENCE_FETCH, 0, offered.set_result),
     )
     most = await offered
     named = -(-most // prefill.block_tokens)
     prefill.client.fetch(name, blocks[:named], 0)
-    matched = (await begun).matched_tokens
+    matched = (await prefill.client.begun(name)).matched_tokens
     assert prefill.wrong(prompt, blocks, 0, matched) == []
     prefill.compute(prompt, blocks, matched, prompt.tokens)
     prefill.client.progress(name, prompt.tokens, blocks[named:])
