@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 
+from kvferry.front import engines, service
 from kvferry.front.service import DECODE_SERVERS
 from tests.support.front_stack import Fault, Server, Stack
 
@@ -148,3 +149,56 @@ def test_a_reply_that_began_is_not_begun_elsewhere(stream: bool) -> None:
         assert sum(len(server.decodes) for server in stack.decode) == 1
         told = stats(stack)
         assert (told["moved"], told["failed"]) == (0, 1)
+
+
+class Unseen:
+    """Servers that describe themselves too late, until they are let: a front end then asks them at ever longer times."""
+
+    def __init__(self, stack: Stack, servers: list[Server]) -> None:
+        self.asked = 0
+        self._servers = servers
+        for server in servers:
+            server.at_describe = self._late
+        until(lambda: self.asked >= 5 * len(servers), "asked again only after seconds", 15.0)
+        found = {each["address"]: each["state"] for each in stats(stack)["decode"]}
+        assert {found[server.address] for server in servers} == {"down"}
+
+    async def _late(self) -> None:
+        self.asked += 1
+        await asyncio.sleep(5)
+
+    def let(self) -> None:
+        for server in self._servers:
+            server.at_describe = None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "DESCRIBE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(engines, "RECHECK_S", 0.05)
+    monkeypatch.setattr(engines, "MAX_BACKOFF_S", 60.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_server_that_has_just_come_is_found_when_the_only_other_one_goes(drains: bool) -> None:
+    with Stack(decode=2) as stack:
+        comes, goes = stack.decode
+        others = Unseen(stack, [comes] if drains else [comes, goes])
+        if drains:
+            goes.fault = GONE
+        others.let()
+        assert [post(stack).status_code for _ in range(3)] == [200] * 3
+        assert stats(stack)["failed"] == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_does_not_come_is_awaited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "COMES_SECONDS", 0.5)
+    with Stack(decode=2) as stack:
+        Unseen(stack, [stack.decode[0]])
+        stack.decode[1].fault = GONE
+        began = time.monotonic()
+        reply = post(stack)
+        assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]
+        assert time.monotonic() - began >= 0.5

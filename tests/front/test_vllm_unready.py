@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -19,6 +20,8 @@ from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_places import Place
 from kvferry.proto.health import ENGINE_SERVICE
 from tests.front.test_vllm_front import CHAT, ask, until, world
+
+ESTABLISHED = "01"  # in /proc/net/tcp
 
 
 def test_nothing_is_handed_over_to_a_server_that_computes_all_itself() -> None:
@@ -50,6 +53,17 @@ def test_a_server_that_is_ready_goes_before_one_that_is_not_and_that_before_one_
     b.down_until = c.down_until = front.clock() + 60
     assert chosen() == {a.url}
     assert front.choose_decode(b"", [a, b]) is c
+    asyncio.run(front.close())
+
+
+def test_one_that_is_ready_does_not_get_all_there_is_to_do() -> None:
+    front = VllmFront(VllmConfig(prefill=(), decode=tuple(Place(f"http://{name}") for name in "abcd")))
+    for server in front.decode[1:]:
+        server.unready = "no engine"
+    for i in range(100):
+        front.choose_decode(b"%d" % i).running += 1
+    assert 25 < front.decode[0].running <= 1.5 * 25 + 3  # --load-factor x the mean + --load-slack
+    assert all(server.running > 5 for server in front.decode)
     asyncio.run(front.close())
 
 
@@ -113,6 +127,29 @@ def test_one_late_answer_changes_nothing_and_two_do(
     asyncio.run(run())
 
 
+def open_to(address: str) -> bool:
+    """Whether this process has a connection there."""
+    port = f"{int(address.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return any(row[2].endswith(f":{port}") and row[3] == ESTABLISHED for row in rows)
+
+
+def test_daemons_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def run() -> None:
+        async with daemon_with(Slow()) as address:
+            server = Server(Place("http://a", daemon_address=address))
+            watch = DecodeDaemons(lambda: [server])
+            watch.start()
+            await until(lambda: bool(server.unready))
+            assert server.unready == "no engine has come"
+            await watch.close()
+
+    asyncio.run(run())
+
+
 def test_a_daemon_that_comes_again_and_one_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemons, "ROUND_SECONDS", 0.02)
 
@@ -129,7 +166,7 @@ def test_a_daemon_that_comes_again_and_one_that_is_forgotten(monkeypatch: pytest
         async with daemon_with(ready, int(address.rpartition(":")[2])):
             await until(lambda: not servers[0].unready)
             servers.clear()  # DNS has it no more
-            await asyncio.sleep(0.1)
+            await until(lambda: not open_to(address))
             asked = ready.asked
             await asyncio.sleep(0.2)
             assert ready.asked == asked

@@ -405,8 +405,8 @@ DECIDED: tuple[Guard, ...] = (
         "a decode server that is not ready is chosen before one that is",
         "front/vllm.py",
         "VllmFront.choose_decode",
-        "up = [server for server in up if not server.unready] or up",
-        "pass",
+        "if not server.unready",
+        "if True",
         UNREADY,
     ),
     Guard(
