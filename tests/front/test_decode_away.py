@@ -152,7 +152,7 @@ def test_a_reply_that_began_is_not_begun_elsewhere(stream: bool) -> None:
 
 
 class Unseen:
-    """Servers that describe themselves too late, until they are let: a front end then asks them at ever longer times."""
+    """Servers that describe themselves too late, until they are let: a front end asks them at ever longer times."""
 
     def __init__(self, stack: Stack, servers: list[Server]) -> None:
         self.asked = 0

@@ -12,12 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from tests.support.block_engine import PAGE, BlockEngine
 from tests.support.certificates import Authority, Folder
 from tests.support.engines import standing_still
 from tests.support.small_vllm import SmallVllm
-from tests.support.stacks import lasting_port
 
 CHAT = "/v1/chat/completions"
 
