@@ -15,6 +15,7 @@ from kvferry.front import engines, service
 from kvferry.front.service import DECODE_SERVERS
 from tests.support.front_stack import Fault, Server, Stack
 
+ASKED = 6  # times, behind which the next one is 3.2 s later
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 GONE = Fault(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
 
@@ -155,17 +156,21 @@ class Unseen:
     """Servers that describe themselves too late, until they are let: a front end asks them at ever longer times."""
 
     def __init__(self, stack: Stack, servers: list[Server]) -> None:
-        self.asked = 0
         self._servers = servers
-        for server in servers:
-            server.at_describe = self._late
-        until(lambda: self.asked >= 5 * len(servers), "asked again only after seconds", 15.0)
-        found = {each["address"]: each["state"] for each in stats(stack)["decode"]}
-        assert {found[server.address] for server in servers} == {"down"}
+        asked = dict.fromkeys((server.address for server in servers), 0)
 
-    async def _late(self) -> None:
-        self.asked += 1
-        await asyncio.sleep(5)
+        def late(server: Server) -> Callable[[], Awaitable[None]]:
+            async def wait() -> None:
+                asked[server.address] += 1
+                await asyncio.sleep(5)
+
+            return wait
+
+        for server in servers:
+            server.at_describe = late(server)
+        until(lambda: min(asked.values()) >= ASKED, "asked again only after seconds", 30.0)
+        found = {each["address"]: each["state"] for each in stats(stack)["decode"]}
+        assert {found[address] for address in asked} == {"down"}
 
     def let(self) -> None:
         for server in self._servers:
@@ -177,6 +182,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "DESCRIBE_DEADLINE_S", 0.1)
     monkeypatch.setattr(engines, "RECHECK_S", 0.05)
     monkeypatch.setattr(engines, "MAX_BACKOFF_S", 60.0)
+    monkeypatch.setattr(service, "COMES_SECONDS", 2.0)  # the next question would be later
 
 
 @pytest.mark.usefixtures("impatient")

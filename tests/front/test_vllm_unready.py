@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -20,8 +19,6 @@ from kvferry.front.vllm import VllmConfig, VllmFront
 from kvferry.front.vllm_places import Place
 from kvferry.proto.health import ENGINE_SERVICE
 from tests.front.test_vllm_front import CHAT, ask, until, world
-
-ESTABLISHED = "01"  # in /proc/net/tcp
 
 
 def test_nothing_is_handed_over_to_a_server_that_computes_all_itself() -> None:
@@ -101,7 +98,7 @@ def test_one_late_answer_changes_nothing_and_two_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(daemons, "ROUND_SECONDS", 0.02)
-    monkeypatch.setattr(daemons, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(daemons, "ANSWER_SECONDS", 1.0)
 
     async def run() -> None:
         health = Slow()
@@ -116,8 +113,7 @@ def test_one_late_answer_changes_nothing_and_two_do(
             await until(lambda: health.asked > asked + 4 and not health.late)
             assert not server.unready and "DEADLINE_EXCEEDED" not in caplog.text
             health.late = 2
-            await until(lambda: server.unready.startswith("DEADLINE_EXCEEDED"))
-            assert "decode server http://a: its daemon at" in caplog.text
+            await until(lambda: f"decode server http://a: its daemon at {address}: DEADLINE_EXCEEDED" in caplog.text)
             await until(lambda: not server.unready)
             health.drain()
             await until(lambda: server.unready == "it drains")
@@ -127,11 +123,14 @@ def test_one_late_answer_changes_nothing_and_two_do(
     asyncio.run(run())
 
 
-def open_to(address: str) -> bool:
-    """Whether this process has a connection there."""
-    port = f"{int(address.rpartition(':')[2]):04X}"
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return any(row[2].endswith(f":{port}") and row[3] == ESTABLISHED for row in rows)
+async def falls_silent(health: Slow) -> bool:
+    """Whether there is a time of many rounds in which it is not asked."""
+    for _ in range(20):
+        asked = health.asked
+        await asyncio.sleep(0.3)
+        if health.asked == asked:
+            return True
+    return False
 
 
 def test_daemons_are_asked_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +165,7 @@ def test_a_daemon_that_comes_again_and_one_that_is_forgotten(monkeypatch: pytest
         async with daemon_with(ready, int(address.rpartition(":")[2])):
             await until(lambda: not servers[0].unready)
             servers.clear()  # DNS has it no more
-            await until(lambda: not open_to(address))
-            asked = ready.asked
-            await asyncio.sleep(0.2)
-            assert ready.asked == asked
+            assert await falls_silent(ready)
         await watch.close()
 
     asyncio.run(run())

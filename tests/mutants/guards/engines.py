@@ -410,6 +410,14 @@ DECIDED: tuple[Guard, ...] = (
         UNREADY,
     ),
     Guard(
+        "a decode server that has come is asked when its time has come, though requests wait for it",
+        "front/engines.py",
+        "Engines.one_comes",
+        "link.recheck.set()",
+        "pass",
+        ("tests/front/test_decode_away.py",),
+    ),
+    Guard(
         "a daemon that is late once is not ready",
         "front/upstream/daemons.py",
         "_Daemon.unready",
