@@ -6,14 +6,15 @@ Everything here belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
 
+from kvferry.channels import open_aio_channel
 from kvferry.front.chat import Tokenizer, load_tokenizer
 from kvferry.front.errors import ApiError, from_grpc, unavailable
 from kvferry.proto import common_pb2, engine_pb2
@@ -150,7 +151,7 @@ class EngineLink:
         self.assigned = 0  # requests ever given to it
         self.recheck = asyncio.Event()
         self._letting_go: set[asyncio.Task[None]] = set()  # each has a deadline
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(address, None, CHANNEL_OPTIONS)
         # The generated stubs do the same, without types.
         self._describe = self._channel.unary_unary(
             "/kvferry.v1.Engine/Describe",
@@ -217,6 +218,17 @@ class EngineLink:
         await self._channel.close(None)
 
 
+async def _done_within(work: Coroutine[Any, Any, object], seconds: float) -> bool:
+    """Whether it has ended by then; else it is cancelled. Not wait_for: before Python 3.12 that swallows a cancellation
+    that comes together with the end."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        return task.done()
+    finally:
+        task.cancel()
+
+
 async def _described(link: EngineLink) -> EngineFacts:
     """One that is up may be late once, for instance while it compiles kernels. Raises as `EngineLink.describe`."""
     try:
@@ -276,14 +288,32 @@ class Engines:
 
     async def wait_ready(self, deadline_s: float) -> bool:
         """Whether a decode server was up before the deadline."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._until_ready(), deadline_s)
+        await self._until(lambda: self.ready, deadline_s)
         return self.ready
 
-    async def _until_ready(self) -> None:
-        while not self.ready:
-            self._changed.clear()
-            await self._changed.wait()
+    async def one_comes(self, deadline_s: float, without: Sequence[EngineLink] = ()) -> bool:
+        """Whether a decode server other than these is up before the deadline. Those that did not answer when they were
+        last asked may have come since then: they are asked at once, and awaited while one does not answer."""
+        others = [link for link in self.decode if link not in without]
+
+        def is_up() -> bool:
+            return any(link.up for link in others)
+
+        if self._served is not None and not is_up():
+            for link in others:
+                link.recheck.set()
+            await self._until(lambda: is_up() or all(link.answers for link in others), deadline_s)
+        return is_up()
+
+    async def _until(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        """Waits until a change of the servers after which the condition holds, no longer than the deadline."""
+
+        async def changed() -> None:
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+        await _done_within(changed(), deadline_s)
 
     def served(self) -> ServedModel:
         """Raises ApiError 503 until the servers are up."""
@@ -314,19 +344,10 @@ class Engines:
             except Mismatch as error:
                 link.answers = False
                 self._set(link, str(error))
-            if link.up:
-                backoff = MIN_BACKOFF_S
-                if was_up:
-                    await asyncio.sleep(MIN_BACKOFF_S)  # requests that fail often do not make this a busy loop
-                # not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event
-                asked = asyncio.create_task(link.recheck.wait())
-                try:
-                    await asyncio.wait({asked}, timeout=RECHECK_S)
-                finally:
-                    asked.cancel()
-            else:
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF_S)
+            if was_up or not link.up:
+                await asyncio.sleep(MIN_BACKOFF_S)  # requests that fail often do not make this a busy loop
+            asked = await _done_within(link.recheck.wait(), RECHECK_S if link.up else backoff - MIN_BACKOFF_S)
+            backoff = MIN_BACKOFF_S if link.up or asked else min(2 * backoff, MAX_BACKOFF_S)
 
     def _set(self, link: EngineLink, error: str) -> None:
         """A server without an error is up."""

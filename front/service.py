@@ -38,6 +38,7 @@ from kvferry.proto.limits import REQUEST_ID_BYTES
 from kvferry.secret_files import BearerToken
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+COMES_SECONDS = 5.0  # that a request waits for a decode server where none is up: one may have come since it was asked
 DECODE_SERVERS = 3  # that a request is given to at most: it may be the request that ends them
 
 _log = logging.getLogger(__name__)
@@ -180,6 +181,7 @@ class FrontService:
             stats.running -= 1
 
     async def _run(self, request: Request, caller: ClientCall, span: tracing.Span) -> AsyncGenerator[Piece, None]:
+        await self.engines.one_comes(min(COMES_SECONDS, self.config.first_token_s))
         served = self.engines.served()
         if request.model is not None and request.model != served.name:
             raise model_not_found(request.model, served.name)
@@ -265,9 +267,11 @@ class FrontService:
                 return
             except ApiError as error:
                 away = error.status == HTTPStatus.SERVICE_UNAVAILABLE and not error.of_prefill
-                if begun or not away or not elsewhere or clock() >= first_token_at:
-                    raise
                 left.append(decode)
+                if begun or not away or len(left) >= DECODE_SERVERS or clock() >= first_token_at:
+                    raise
+                if not await self.engines.one_comes(min(COMES_SECONDS, first_token_at - clock()), left):
+                    raise
                 try:
                     placed.route = await self._route(
                         served, legs.tokens, legs.max_new_tokens, warmup=legs.warmup, without=left

@@ -324,16 +324,16 @@ class VllmFront:
 
     def choose_decode(self, head: bytes, without: Sequence[Server] = ()) -> Server:
         """The server where this conversation's beginning belongs, unless it has much more to do than the others. Those
-        whose daemons are not ready are passed over while there are others."""
+        whose daemons are not ready are passed over while others have not much more to do."""
         now = self.clock()
         known = [server for server in self.decode if server not in without]
         up = [server for server in known if server.down_until <= now] or known
         if not up:
             raise Refusal(503, "no decode server is known: none of those that DNS names is well")
-        up = [server for server in up if not server.unready] or up
         bound = self.config.load_factor * sum(server.running for server in up) / len(up) + self.config.load_slack
         free = [server for server in up if server.running <= bound]
-        return max(free or up, key=lambda server: hashlib.sha256(server.place.label.encode() + head).digest())
+        ready = [server for server in free if not server.unready]
+        return max(ready or free or up, key=lambda server: hashlib.sha256(server.place.label.encode() + head).digest())
 
 
 def _merged(servers: list[Server], places: list[Place]) -> list[Server]:

@@ -72,7 +72,7 @@ def parse_decode(text: str) -> tuple[Place, ...]:
         return _servers(text)
     places = _servers(url)
     beside = [daemon if place.dp_rank is None else daemon.replace(DP_RANK, str(place.dp_rank)) for place in places]
-    if not all(map(_is_dialled, beside)) or len(set(beside)) < len(places):
+    if not all(_is_dialled(each, places[0].is_name) for each in beside) or len(set(beside)) < len(places):
         ranks = f", for each of its {len(places)} ranks another by {DP_RANK}" if len(places) > 1 else ""
         raise ValueError(f"must have its daemon's HOST:PORT{ranks} before =, got {text!r}")
     if places[0].is_name and ADDRESS not in daemon:
@@ -80,11 +80,12 @@ def parse_decode(text: str) -> tuple[Place, ...]:
     return tuple(place._replace(daemon_address=each) for place, each in zip(places, beside, strict=True))
 
 
-def _is_dialled(text: str) -> bool:
+def _is_dialled(text: str, is_name: bool) -> bool:
     try:
-        return addresses.split(text)[1] > 0
+        host, port = addresses.split(text.replace(ADDRESS, "h") if is_name else text)
     except ValueError:
         return False
+    return port > 0 and "{" not in host
 
 
 def _servers(text: str) -> tuple[Place, ...]:

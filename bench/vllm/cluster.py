@@ -10,14 +10,11 @@ VLLM_TIE      another token than the reference's is allowed where its two best l
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +29,7 @@ import grpc
 import httpx
 import psutil
 
-from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from kvferry.daemon.cli.stats import fetch
 from kvferry.proto import cache_pb2
 from kvferry.workers.smollm import converted_model
@@ -133,10 +130,15 @@ class Cluster:
         self.model = model_folder()
 
     def __enter__(self) -> Cluster:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what was started
+        self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not leave servers behind
+        self._end()
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _end(self) -> None:
         for engine in self.engines.values():
             if engine.popen.poll() is None:
                 engine.popen.send_signal(signal.SIGTERM)
@@ -166,7 +168,7 @@ class Cluster:
 
     def nixl(self) -> None:
         """Prefill and decode engines with vLLM's own connector; routers ask prefill first."""
-        port = SIDE_PORT if CACHES else free_port()  # compile caches go by it: one for all, and so an address each
+        port = SIDE_PORT if CACHES else lasting_port()  # compile caches go by it: one for all, and so an address each
         for place, name in enumerate((*self.prefills, *self.decodes), 1):
             transfer: dict[str, object] = {
                 "kv_connector": "NixlConnector",
@@ -185,7 +187,7 @@ class Cluster:
 
     def router(self, words: list[str], settings: dict[str, str] | None = None) -> str:
         """Starts another's, whose port stands behind the words: its URL."""
-        port = free_port()
+        port = lasting_port()
         return self._wait(self._spawn("front", port, [*words, str(port)], settings or {})).url
 
     def kvferry(self) -> None:
@@ -249,7 +251,7 @@ class Cluster:
         common = ["--page-size", str(self.spec.page_size), *pool, *self.spec.daemon_flags]
         peers: list[str] = []
         for place, (engine, rank) in enumerate(product((*self.prefills, *self.decodes), range(self.spec.dp))):
-            name, listen = self.daemon_of(engine, rank), f"127.0.0.1:{free_port()}"
+            name, listen = self.daemon_of(engine, rank), f"127.0.0.1:{lasting_port()}"
             role = role_of(engine)
             words = ["serve", "--role", role, "--name", name, "--listen", listen, *common]
             words += ["--socket", self.socket_of(name), "--ucx-ports", ucx_ports(place)]
@@ -297,7 +299,7 @@ class Cluster:
         python = self.spec.decode_python if role == "decode" else self.spec.python
         if not python.exists():
             raise ClusterError(f"no vLLM at {python}: bench/vllm/venv.sh makes its environment (or set VLLM_PYTHON)")
-        port = free_port()
+        port = lasting_port()
         words = [str(python), *self.spec.program, "--model", str(self.model)]
         words += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--disable-uvicorn-access-log", *self.spec.flags, *shlex.split(os.environ.get("VLLM_FLAGS", ""))]
@@ -399,17 +401,8 @@ def model_folder() -> Path:
     return Path(named) if named else converted_model()
 
 
-def free_port() -> int:
-    """Below those of couriers, and of outgoing connections, one of which might take it before the server does."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def ucx_ports(place: int) -> str:
-    first = 22100 + 1000 * LANE + 32 * place
+    first = 12100 + 1000 * LANE + 32 * place  # below all that `lasting_port` gives
     return f"{first}-{first + 31}"
 
 
@@ -443,7 +436,6 @@ __all__ = [
     "Engine",
     "Log",
     "Spec",
-    "free_port",
     "machine",
     "model_folder",
     "replace",

@@ -28,7 +28,9 @@ from pathlib import Path
 
 import httpx
 from chat import Load, Reply, compared, run_chats, texts
-from cluster import MODEL_NAME, PROGRAMS, PYTHON, Cluster, Log, Spec, free_port, replace
+from cluster import MODEL_NAME, PROGRAMS, PYTHON, Cluster, Log, Spec, replace
+
+from kvferry.daemon.cli.stack import lasting_port
 
 # Decode's blocks hold a part of the chats: the rest is to come from its daemon.
 WAITS = {"deadline_seconds": 120.0}
@@ -41,7 +43,7 @@ Start = Callable[[Cluster], str]  # gives the router's URL
 def vllm_router(program: str, cluster: Cluster) -> str:
     prefill, decode = cluster.engines["prefill"].url, cluster.engines["decode"].url
     words = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", prefill, "--decode", decode]
-    words += ["--policy", "round_robin", "--prometheus-port", str(free_port()), "--host", "127.0.0.1", "--port"]
+    words += ["--policy", "round_robin", "--prometheus-port", str(lasting_port()), "--host", "127.0.0.1", "--port"]
     return cluster.router([program, *words])
 
 

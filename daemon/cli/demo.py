@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,12 +21,12 @@ from rich.table import Table
 from kvferry import flags
 from kvferry._core import GpuUnavailable, gpu_device_count
 from kvferry.daemon.cli.demo_chat import DemoError, ShownChat, decode_stats, show_chat
-from kvferry.daemon.cli.stack import Stack, StackError
+from kvferry.daemon.cli.stack import Stack, StackError, lasting_port
 from kvferry.daemon.cli.system import System, SystemSpec, start_daemons, start_engines
 from kvferry.daemon.config.values import ConfigError, parse_device, parse_size, size
 from kvferry.proto import cache_pb2 as cache
 
-LOAD_SECONDS = 240.0
+TURN_SECONDS = 240.0  # in which a turn of the load ends, on whatever machine
 COUNT_SECONDS = 3.0  # between two counts of the turns
 POOL, SMALL = "128MiB", "4MiB"  # so small that a chat is evicted soon; synthetic pages are small
 DTYPES = ("float32", "bfloat16", "float16")
@@ -125,9 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _page_flags() -> list[str]:
     """Flags by which both runs' decode daemons have their live page at one address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return ["--ui", "--metrics", f"127.0.0.1:{probe.getsockname()[1]}"]
+    return ["--ui", "--metrics", f"127.0.0.1:{lasting_port()}"]
 
 
 def _run_both(args: argparse.Namespace, console: Console) -> list[str]:
@@ -265,17 +262,18 @@ def _load(args: argparse.Namespace, system: System, console: Console) -> RunOutc
 def _watched(load: subprocess.Popen[str], system: System, console: Console, before: int, turns: int) -> str:
     """Waits for the load's end: what it printed. Meanwhile counts turns where its own bar is not seen: it draws on
     terminals only."""
-    deadline, shown = time.monotonic() + LOAD_SECONDS, 0
+    deadline, last = time.monotonic() + TURN_SECONDS, 0
     while True:
         try:
             return load.communicate(timeout=COUNT_SECONDS)[0]
         except subprocess.TimeoutExpired:
             if time.monotonic() > deadline:
-                raise DemoError(f"the load did not end in {LOAD_SECONDS:.0f} s") from None
+                raise DemoError(f"no turn ended in {TURN_SECONDS:.0f} s, behind {last} of {turns}") from None
         done = decode_stats(system).requests.finished - before
-        if done > shown and not sys.stderr.isatty():
-            console.print(f"    {done} of {turns} turns")
-            shown = done
+        if done > last:
+            deadline, last = time.monotonic() + TURN_SECONDS, done
+            if not sys.stderr.isatty():
+                console.print(f"    {done} of {turns} turns")
 
 
 def _problems(outcomes: dict[str, RunOutcome]) -> list[str]:

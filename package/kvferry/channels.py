@@ -15,6 +15,7 @@ import grpc.aio
 
 MAX_FILE_BYTES = 1 << 20
 Options = Sequence[tuple[str, object]]
+NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
 class ChannelError(ValueError):
@@ -77,15 +78,16 @@ def tls_of(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -
 
 
 def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> grpc.Channel:
-    """A channel to `address`: HOST:PORT, or unix:PATH. ChannelError."""
-    options = [*options, ("grpc.enable_http_proxy", 0)]
+    """A channel to `address`, HOST:PORT or unix:PATH, through no proxy. ChannelError."""
+    options = [*options, NO_PROXY]
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, tls.credentials(), [*options, *expecting(tls.name)])
 
 
 def open_aio_channel(address: str, tls: ClientTls | None, options: Options = ()) -> grpc.aio.Channel:
-    """A channel to `address`: HOST:PORT, or unix:PATH. ChannelError."""
+    """A channel to `address`, HOST:PORT or unix:PATH, through no proxy. ChannelError."""
+    options = [*options, NO_PROXY]
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=[*options, *expecting(tls.name)])

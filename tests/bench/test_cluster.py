@@ -16,19 +16,33 @@ import subprocess, sys, time
 from pathlib import Path
 from cluster import Cluster, Engine, Spec
 with Cluster(Spec()) as cluster:
-    popen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    cluster.engines["alone"] = Engine("alone", "", popen, Path("log"), None)
-    print(popen.pid, flush=True)
+    for name in ("prefill", "decode"):
+        popen = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+        cluster.engines[name] = Engine(name, "", popen, Path("log"), None)
     time.sleep(600)
+"""
+SERVER = """
+import os, signal, sys, time
+def end(*_):
+    print("ends", flush=True)
+    time.sleep(2)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), flush=True)
+time.sleep(600)
 """
 
 
-def test_servers_end_with_a_script_that_is_terminated() -> None:
-    script = subprocess.Popen([sys.executable, "-c", STARTED], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True)
+def test_servers_end_with_a_script_that_is_terminated_and_terminated_again() -> None:
+    words = [sys.executable, "-c", STARTED, SERVER]
+    script = subprocess.Popen(words, cwd=SCRIPTS, stdout=subprocess.PIPE, text=True)
     assert script.stdout is not None
-    server = int(script.stdout.readline())
+    servers = [int(script.stdout.readline()) for _ in range(2)]
+    script.send_signal(signal.SIGTERM)
+    assert script.stdout.readline() == "ends\n"
     script.send_signal(signal.SIGTERM)
     assert script.wait(60) == 128 + signal.SIGTERM
+    for server in servers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(server, 0)
     script.stdout.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(server, 0)

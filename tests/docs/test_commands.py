@@ -98,6 +98,7 @@ def test_commands_run(block: Block, addresses: dict[str, str], tmp_path: Path) -
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(NIGHTLY_SECONDS + 60)
 @pytest.mark.parametrize("block", LONG, ids=of)
 def test_long_commands_run(block: Block) -> None:
     for command in block.commands:

@@ -19,14 +19,14 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from kvferry.daemon.cli.system import Replica
 from kvferry.radix.digests import prompt_digests
 from kvferry.workers.models.interface import Prompt
 from kvferry.workers.models.synthetic import output_token
 from tests.faults.recovery import BEFORE_S, HEAD, Row, Watch, rate_back
 from tests.support.engines import Engines, Turn, courier_pids
-from tests.support.stacks import lasting_port, shm_dir_of
+from tests.support.stacks import shm_dir_of
 
 PAGE = 16
 CLEAN = (

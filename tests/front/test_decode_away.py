@@ -11,9 +11,11 @@ import grpc
 import httpx
 import pytest
 
+from kvferry.front import engines, service
 from kvferry.front.service import DECODE_SERVERS
 from tests.support.front_stack import Fault, Server, Stack
 
+ASKED = 6  # times, behind which the next one is 3.2 s later
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 GONE = Fault(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
 
@@ -148,3 +150,61 @@ def test_a_reply_that_began_is_not_begun_elsewhere(stream: bool) -> None:
         assert sum(len(server.decodes) for server in stack.decode) == 1
         told = stats(stack)
         assert (told["moved"], told["failed"]) == (0, 1)
+
+
+class Unseen:
+    """Servers that describe themselves too late, until they are let: a front end asks them at ever longer times."""
+
+    def __init__(self, stack: Stack, servers: list[Server]) -> None:
+        self._servers = servers
+        asked = dict.fromkeys((server.address for server in servers), 0)
+
+        def late(server: Server) -> Callable[[], Awaitable[None]]:
+            async def wait() -> None:
+                asked[server.address] += 1
+                await asyncio.sleep(5)
+
+            return wait
+
+        for server in servers:
+            server.at_describe = late(server)
+        until(lambda: min(asked.values()) >= ASKED, "asked again only after seconds", 30.0)
+        found = {each["address"]: each["state"] for each in stats(stack)["decode"]}
+        assert {found[address] for address in asked} == {"down"}
+
+    def let(self) -> None:
+        for server in self._servers:
+            server.at_describe = None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "DESCRIBE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(engines, "RECHECK_S", 0.05)
+    monkeypatch.setattr(engines, "MAX_BACKOFF_S", 60.0)
+    monkeypatch.setattr(service, "COMES_SECONDS", 2.0)  # the next question would be later
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_server_that_has_just_come_is_found_when_the_only_other_one_goes(drains: bool) -> None:
+    with Stack(decode=2) as stack:
+        comes, goes = stack.decode
+        others = Unseen(stack, [comes] if drains else [comes, goes])
+        if drains:
+            goes.fault = GONE
+        others.let()
+        assert [post(stack).status_code for _ in range(3)] == [200] * 3
+        assert stats(stack)["failed"] == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_does_not_come_is_awaited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "COMES_SECONDS", 0.5)
+    with Stack(decode=2) as stack:
+        Unseen(stack, [stack.decode[0]])
+        stack.decode[1].fault = GONE
+        began = time.monotonic()
+        reply = post(stack)
+        assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]
+        assert time.monotonic() - began >= 0.5

@@ -161,6 +161,8 @@ def test_a_front_end_that_runs_finds_its_servers_by_name() -> None:
         (parse_decode, "h:0=http://host:1", "must have its daemon's HOST:PORT before =, got"),
         (parse_decode, "h:1=http://host:1,2", r"HOST:PORT, for each of its 2 ranks another by \{dp_rank\} before ="),
         (parse_decode, "h:1=dns+http://host:1", r"must have \{address\} before =, since each server"),
+        (parse_decode, "{address}:1=http://host:1", "must have its daemon's HOST:PORT before =, got"),
+        (parse_decode, "h-{dp_rank}:1=http://host:1", "must have its daemon's HOST:PORT before =, got"),
         (parse_decode, "h:1=host:1", "must be a URL"),
     ],
 )

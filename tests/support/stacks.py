@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import random
 import shutil
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,24 +15,6 @@ from tests.support.devices import DeviceStack
 def shm_dir_of(stack: Stack) -> str:
     """A name for a folder of shared memory of this stack's own; whoever uses it makes it."""
     return os.path.join("/dev/shm", os.path.basename(stack.folder))
-
-
-def lasting_port(host: str = "127.0.0.1") -> int:
-    """A free port that nobody is given by chance: a process that ended finds it free again. Above those of couriers,
-    below those of outgoing connections."""
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as range_:
-        outgoing = int(range_.read().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(26_000, max(outgoing, 27_000))
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    continue
-                if error.errno != errno.EADDRNOTAVAIL:  # the host is another network's
-                    raise
-        return port
 
 
 @contextmanager

@@ -15,11 +15,10 @@ import requests
 import torch.distributed as dist
 
 from kvferry.connectors.sglang.plugin import BACKEND, register
-from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from kvferry.daemon.cli.stats import fetch
 from tests.connectors.sglang.engine_on_cpu import HOST, Engine, new_prompt, new_request, server_args, until
 from tests.connectors.sglang.shared_kv import ONE, PAGE, Rank, kv_of
-from tests.support.stacks import lasting_port
 
 __all__ = ["PAGE", "Pair", "kv_of", "new_prompt", "stats_of", "until"]
 

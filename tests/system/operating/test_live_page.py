@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stack import Stack, lasting_port
 from kvferry.daemon.cli.system import SystemSpec, start_replicas
 from tests.support.engines import Engines
-from tests.support.stacks import lasting_port
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STATES = {"leased", "arriving", "orphaned", "spilling", "restoring", "cached", "free"}

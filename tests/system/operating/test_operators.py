@@ -15,11 +15,10 @@ import pytest
 
 from kvferry.daemon.cli import find_daemon
 from kvferry.daemon.cli import main as cli
-from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import SystemSpec, start_replicas
 from tests.support.engines import Engines, settled, stats
-from tests.support.stacks import lasting_port
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stack import Stack, lasting_port
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from tests.front.test_vllm_front import serving
 from tests.support.engines import Engines, settled
 from tests.support.other_routers import vllm_router
-from tests.support.stacks import lasting_port
 from tests.system.operating.test_kv_events import PAGE, published
 
 EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]  # it subscribes to no topic

@@ -9,12 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.daemon.cli.stack import Process
+from kvferry.daemon.cli.stack import Process, lasting_port
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.proto.versions import PROTOCOL
 from tests.support.engines import Engines, settled, wait_until
 from tests.support.releases import MixedStack, Other, installed, last_release, speaking, version_of
-from tests.support.stacks import lasting_port
 
 SPEC = SystemSpec(page_size=16)
 NAMES = ("prefill-0", "decode-0")

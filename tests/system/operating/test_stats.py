@@ -14,13 +14,12 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.stack import Stack, lasting_port
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from kvferry.daemon.config.values import size
 from kvferry.daemon.observe.metrics import families
 from tests.support.engines import Engines, settled
-from tests.support.stacks import lasting_port
 
 STATES = ("free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned")
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.daemon.cli.stack import Process, Stack
+from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from tests.support.block_engine import PAGE, BlockEngine
 from tests.support.certificates import Authority, Folder
 from tests.support.engines import standing_still
 from tests.support.small_vllm import SmallVllm
-from tests.support.stacks import lasting_port
 
 CHAT = "/v1/chat/completions"
 
@@ -135,6 +134,17 @@ def test_a_daemon_that_drains_gets_nothing_more(stack: Stack) -> None:
     in_a_world(stack, story)
 
 
+async def until_said(front: httpx.AsyncClient, begins: str) -> None:
+    """Waits until its only server is not ready for a reason that begins so; empty: until it is ready."""
+    deadline = time.monotonic() + 15.0
+    while True:
+        (server,) = (await front.get("/stats")).json()["servers"]
+        if server["unready"].startswith(begins) if begins else not server["unready"]:
+            return
+        assert time.monotonic() < deadline, server
+        await asyncio.sleep(0.05)
+
+
 def test_daemons_are_asked_over_tls(stack: Stack, tmp_path: Path) -> None:
     ca = Authority()
     daemon, client = (Folder(tmp_path / name).put(ca.sign(("127.0.0.1",)), ca) for name in ("daemon", "client"))
@@ -146,21 +156,21 @@ def test_daemons_are_asked_over_tls(stack: Stack, tmp_path: Path) -> None:
     words += ["--socket", os.path.join(stack.folder, "d.sock"), "--metrics", "off", *tls(daemon)]
     address = stack.ready(stack.start("d", words))
 
+    async def said(name: str, flags: list[str], decode: SmallVllm, *each: str) -> None:
+        """Starts a front end, whose words for why the server is not ready begin so, one after the other; behind the
+        first ones an engine comes."""
+        words = ["front", "--listen", "127.0.0.1:0", "--vllm-decode", f"{address}={decode.url}", *flags]
+        url = f"http://{stack.ready(await asyncio.to_thread(stack.start, name, words))}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as front:
+            await until_said(front, each[0])
+            for after in each[1:]:
+                engine = await BlockEngine("decode", os.path.join(stack.folder, "d.sock"), 4, 16).connect()
+                await until_said(front, after)
+                await engine.client.close()
+
     async def run(decode: SmallVllm) -> None:
-        engine = await BlockEngine("decode", os.path.join(stack.folder, "d.sock"), 4, 16).connect()
-        for name, flags, unready in (("plain", [], True), ("tls", tls(client), False)):
-            words = ["front", "--listen", "127.0.0.1:0", "--vllm-decode", f"{address}={decode.url}", *flags]
-            url = f"http://{stack.ready(await asyncio.to_thread(stack.start, name, words))}"
-            async with httpx.AsyncClient(base_url=url, trust_env=False) as front:
-                for _ in range(40):  # it has not asked yet, or the daemon has not looked for its engine
-                    (server,) = (await front.get("/stats")).json()["servers"]
-                    if bool(server["unready"]) is unready:
-                        break
-                    await asyncio.sleep(0.1)
-                await asyncio.sleep(1.0)
-                (server,) = (await front.get("/stats")).json()["servers"]
-                assert bool(server["unready"]) is unready, server
-        await engine.client.close()
+        await said("plain", [], decode, "UNAVAILABLE")
+        await said("tls", tls(client), decode, "decode: no engine is connected", "")
 
     with SmallVllm() as decode:
         asyncio.run(run(decode))
