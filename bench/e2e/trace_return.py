@@ -56,8 +56,9 @@ def line(what: str, measured: Run, bound: Endless) -> str:
     back = [side.way_back for side in measured.prefills]
     found = sum(each.look_ups.found for each in back)
     over = 100 * measured.computed_tokens / bound.computed - 100
+    hits = 100 - 100 * measured.computed_tokens / bound.tokens
     numbers = (
-        f"{measured.computed_tokens:>12,} {over:>+8.1f} % {100 - 100 * measured.computed_tokens / bound.tokens:>6.1f} %",
+        f"{measured.computed_tokens:>12,} {over:>+8.1f} % {hits:>6.1f} %",
         f"{measured.fetched_tokens:>12,}",
         f"{sum(each.elsewhere_tokens for each in back):>12,} {found:>8,}",
         f"{sum(each.followed_tokens for each in back):>10,}",
@@ -90,7 +91,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"{given.requests:,} requests, {given.in_flight} at a time; {bound.tokens:,} prompt tokens")
     print(f"{bound.pages:,} pages of {PAGE} tokens in all; each pool has {tenth:,}")
     print(f"one endless prefill cache computes {bound.computed:,} tokens\n")
-    print(f"{'':<52}{'computed':>12} {'over it':>10} {'hits':>8} {'fetched':>12} {'elsewhere':>12} {'found':>8} {'followed':>10}")
+    print(f"{'':<52}{'computed':>12} {'over it':>10} {'hits':>8}", end=" ")
+    print(f"{'fetched':>12} {'elsewhere':>12} {'found':>8} {'followed':>10}")
     runs = (
         ("one decode server, way back off", one),
         ("one decode server, way back on", replace(one, way_back="always")),
