@@ -247,8 +247,10 @@ def test_what_is_wanted_no_more_is_unlocked_once_no_gather_runs() -> None:
     side.core.returns.ask_end(SESSION, 1, 0.0)
     side.take()
     assert side.of(EndSend) and side.cache.locks == 1
-    over(side, completed=False)
-    assert side.cache.locks == 0
+    side.tick(11.0)
+    assert not side.of(EndSend) and not side.of(FailAsk), "its deadline passes while it ends"
+    over(side, completed=False, now=11.0)
+    assert side.cache.locks == 0 and dict(side.core.returns.counters.aborts) == {"request_ended": 1}
 
 
 def test_the_end_of_a_session_ends_its_loans_alone() -> None:
