@@ -4,8 +4,8 @@ they compute with the way back off and on, beside what one endless prefill cache
     python bench/e2e/trace_return.py --trace FILE [--requests 600] [--in-flight 4]
 
 Every prompt in arrival order, one output token each, pages of 256 tokens with 1 KiB of payload, every byte of which the
-synthetic workers check. First one decode server with a tenth of it, or all, then two with a tenth each, chosen by load
-alone: without and with look-ups at the one that does not ask.
+synthetic workers check. First one decode server with a tenth of it, or all, then two with a tenth each, or all that
+comes to them, chosen by load alone: without and with look-ups at the one that does not ask.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def line(what: str, measured: Run, bound: Endless) -> str:
     back = [side.way_back for side in measured.prefills]
     found = sum(each.look_ups.found for each in back)
     over = 100 * measured.computed_tokens / bound.computed - 100
+    hits = 100 - 100 * measured.computed_tokens / bound.tokens
     numbers = (
-        f"{measured.computed_tokens:>12,} {over:>+8.1f} % {measured.fetched_tokens:>12,}",
+        f"{measured.computed_tokens:>12,} {over:>+8.1f} % {hits:>6.1f} %",
+        f"{measured.fetched_tokens:>12,}",
         f"{sum(each.elsewhere_tokens for each in back):>12,} {found:>8,}",
         f"{sum(each.followed_tokens for each in back):>10,}",
     )
@@ -82,13 +84,15 @@ def main(words: Sequence[str] | None = None) -> int:
         chunk_tokens=1 << 17,
     )
     two = replace(one, decodes=2, front_flags=BY_LOAD)
+    all_back = replace(two, decode_pages=2 * bound.pages, way_back="always")
     load = ["--workload", "trace", "--file", str(given.trace), "--max-tokens", "1"]
     load += ["--concurrency", str(given.in_flight), "--conversations", str(given.requests)]
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {given.trace.name}")
     print(f"{given.requests:,} requests, {given.in_flight} at a time; {bound.tokens:,} prompt tokens")
     print(f"{bound.pages:,} pages of {PAGE} tokens in all; each pool has {tenth:,}")
     print(f"one endless prefill cache computes {bound.computed:,} tokens\n")
-    print(f"{'':<52}{'computed':>12} {'over it':>10} {'fetched':>12} {'elsewhere':>12} {'found':>8} {'followed':>10}")
+    print(f"{'':<52}{'computed':>12} {'over it':>10} {'hits':>8}", end=" ")
+    print(f"{'fetched':>12} {'elsewhere':>12} {'found':>8} {'followed':>10}")
     runs = (
         ("one decode server, way back off", one),
         ("one decode server, way back on", replace(one, way_back="always")),
@@ -96,6 +100,8 @@ def main(words: Sequence[str] | None = None) -> int:
         ("two by load, way back off", two),
         ("two by load, way back on, look-ups off", replace(two, way_back="always", look_ups="off")),
         ("two by load, way back on, look-ups on", replace(two, way_back="always")),
+        ("two that hold all, way back on, look-ups off", replace(all_back, look_ups="off")),
+        ("two that hold all, way back on, look-ups on", all_back),
     )
     try:
         for what, setup in runs:

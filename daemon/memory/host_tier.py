@@ -162,11 +162,12 @@ class HostTier:
         digests, parents = found.digests[at].tobytes(), found.parents[at].tobytes()
         cache.recover(cache.namespace(name), digests, parents, rows.tolist(), outputs)
 
-    def forget_unread(self) -> None:
-        """Forgets what a file holds in rows that this tier did not come to: a flush is of those, too."""
+    def forget_unread(self, namespace_id: bytes) -> None:
+        """Forgets what a file holds of a namespace, or of all where none is named, in rows that this tier did not come
+        to: a flush is of those, too."""
         assert not self.reads_file, "rows are being read"
-        if self._file is not None and self._there.pages < self._there.asked:
-            self._file.clear(np.arange(self._there.pages, self._there.asked))
+        if self._file is not None:
+            self._file.clear(self._file.named(namespace_id, self._there.pages))
 
     def forget(self, rows: Sequence[int]) -> None:
         """Forgets rows that were freed."""

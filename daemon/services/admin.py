@@ -53,12 +53,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         side = self._side(request.role)
         if side.tiers.reads_file:  # what comes behind the flush would stay
             raise precondition(f"the {side.role} side's host tier is still being read from its file: try again")
-        side.tiers.forget_unread()
+        known = _known(side, request.namespace_id)
+        if request.strict:
+            _check_nothing_held(known)
+        side.tiers.forget_unread(request.namespace_id)  # which may be of a namespace that no tree is of
         chosen = _chosen(side, request.namespace_id)
         if chosen is None:
             return admin.FlushReply()
-        if request.strict:
-            _check_nothing_held(chosen)
         count = side.cache.flush(chosen)
         side.tick()  # the rows' entries go with them, and who waits may have the pages
         return admin.FlushReply(device_pages=count.device, host_pages=count.host, skipped_pages=count.skipped)
@@ -160,18 +161,23 @@ def _check_namespace(namespace_id: bytes) -> None:
         raise invalid(f"namespace_id has {len(namespace_id)} bytes; it must have {NAMESPACE_BYTES}")
 
 
-def _chosen(side: AnySide, namespace_id: bytes) -> list[Namespace] | None:
-    """One namespace, or all where none is named; None before the first worker. NOT_FOUND where it is unknown."""
+def _known(side: AnySide, namespace_id: bytes) -> list[Namespace]:
+    """The namespace, if there is a tree of it, or all where none is named. INVALID_ARGUMENT."""
     if namespace_id:
         _check_namespace(namespace_id)
     if not side.tiers.has_pool.is_set():
+        return []
+    return [space for name, space in side.cache.namespaces.items() if namespace_id in (b"", name)]
+
+
+def _chosen(side: AnySide, namespace_id: bytes) -> list[Namespace] | None:
+    """One namespace, or all where none is named; None before the first worker. NOT_FOUND where it is unknown."""
+    known = _known(side, namespace_id)
+    if not side.tiers.has_pool.is_set():
         return None
-    if not namespace_id:
-        return list(side.cache.namespaces.values())
-    found = side.cache.namespaces.get(namespace_id)
-    if found is None:
+    if namespace_id and not known:
         raise not_found(f"namespace_id {namespace_id.hex()[:16]}... is none that this daemon's {side.role} role has")
-    return [found]
+    return known
 
 
 def _check_nothing_held(namespaces: list[Namespace]) -> None:

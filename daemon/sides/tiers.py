@@ -137,10 +137,10 @@ class SideTiers:
         """See `HostTier.reads_file`."""
         return self._host is not None and self._host.reads_file
 
-    def forget_unread(self) -> None:
+    def forget_unread(self, namespace_id: bytes) -> None:
         """See `HostTier.forget_unread`."""
         if self._host is not None:
-            self._host.forget_unread()
+            self._host.forget_unread(namespace_id)
 
     @property
     def stows(self) -> bool:

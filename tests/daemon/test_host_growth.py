@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from kvferry.daemon.memory import growing_rows
 from kvferry.daemon.observe.stats import side_stats
 from kvferry.daemon.server import Daemon
 from kvferry.daemon.services.admin import AdminService
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2, common_pb2
 from kvferry.transfer.host_tier.rows import FileRows
@@ -78,6 +80,57 @@ def test_a_flush_is_refused_until_all_is_read(tmp_path: Path, go_on: threading.E
             await until(lambda: not side.tiers.reads_file)
             assert host.pages == side.cache.host_asked
             assert await service.Flush(request, call) == admin.FlushReply()
+
+    asyncio.run(story())
+
+
+def unread(side: AnySide, space: bytes) -> int:
+    """Rows of the namespace that the file names, and the tier did not come to."""
+    file = side.tiers.host._file
+    assert file is not None
+    return len(file.named(space, side.tiers.host._there.pages))
+
+
+def test_a_flush_that_is_refused_leaves_what_was_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> None:
+    monkeypatch.setattr(FileRows, "lacks", lambda rows, start, end: "injected" if start > 0 else "")
+
+    async def story() -> None:
+        config = config_of(tmp_path, host_dir=str(tmp_path / "host"), host_bytes=4 * MADE)
+        async with served(config, go_on) as daemon:
+            side, call = daemon.sides["decode"], cast(Any, Call())
+            await side.register(hello())
+            await until(lambda: not side.tiers.reads_file)
+            cache, file, facts = side.cache, side.tiers.host._file, side.tiers.facts
+            assert file is not None and facts is not None
+            ours, theirs, last = facts.id, b"t" * 32, cache.host_asked - 1
+            for row, space in ((last, ours), (last - 1, theirs)):  # as a larger tier left them
+                file.write([row], space, b"d" * 32, bytes(32), np.zeros(1, np.uint64))
+            service, request = AdminService(daemon.sides), admin.FlushRequest(role=common_pb2.ROLE_DECODE)
+
+            space, page = cache.namespace(ours), b"p" * 32
+            pages = cache.take(space, 1)
+            assert pages is not None
+            space.tree.insert(page, pages)
+            cache.publish(space, 1)
+            space.tree.lock(space.tree.match(page))
+            request.strict = True
+            with pytest.raises(PermissionError, match="FAILED_PRECONDITION"):
+                await service.Flush(request, call)
+            request.namespace_id = b"short"
+            with pytest.raises(PermissionError, match="INVALID_ARGUMENT"):
+                await service.Flush(request, call)
+            assert (unread(side, ours), unread(side, theirs)) == (1, 1)
+
+            request.namespace_id = theirs  # of which there is no tree
+            with pytest.raises(PermissionError, match="NOT_FOUND"):
+                await service.Flush(request, call)
+            assert (unread(side, ours), unread(side, theirs)) == (1, 0)
+
+            request.strict, request.namespace_id = False, b""
+            assert (await service.Flush(request, call)).skipped_pages == 1
+            assert unread(side, ours) == 0
 
     asyncio.run(story())
 

@@ -149,7 +149,7 @@ class Tier:
         cache.grow_host(cache.host_asked, [])
         grown()
 
-    def forget_unread(self) -> None:
+    def forget_unread(self, namespace_id: bytes) -> None:
         pass
 
     def forget(self, rows: Sequence[int]) -> None:

@@ -253,6 +253,14 @@ class RowIndex:
             report=RecoveryReport(len(kept), {reason: count for reason, count in counts.items() if count}),
         )
 
+    def named(self, namespace_id: bytes, first: int) -> NDArray[np.int64]:
+        """Rows from `first` on whose entries, which nobody has checked, are of the namespace; b"": of any."""
+        entries = self._entries[first:]
+        ours = entries["state"] != 0
+        if namespace_id:
+            ours &= (entries["namespace_id"] == np.frombuffer(namespace_id, np.uint8)).all(axis=1)
+        return first + np.flatnonzero(ours).astype(np.int64)
+
     def unused(self, first: int, last: int) -> list[tuple[int, int]]:
         """Rows [first, last) without an entry: the first row of each run, and that behind its last."""
         unused = np.concatenate(([False], self._entries["state"][first:last] == 0, [False]))

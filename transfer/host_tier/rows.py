@@ -148,6 +148,10 @@ class FileRows:
         """See `RowIndex.clear`."""
         self._index.clear(rows)
 
+    def named(self, namespace_id: bytes, first: int) -> NDArray[np.int64]:
+        """See `RowIndex.named`."""
+        return self._index.named(namespace_id, first)
+
     def write(
         self,
         rows: Rows,

@@ -275,19 +275,21 @@ def test_a_chunk_for_which_the_disk_fills_up_gives_its_room_back(
     assert named_in(tmp_path) == {0: digest(100), 1: digest(4), 3: digest(103)}
 
 
-def test_a_flush_is_of_what_a_tier_did_not_come_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("space", "left"), [(b"", {0, 1}), (SPACE, {0, 1, 4}), (b"o" * 32, {0, 1, 3, 4})])
+def test_a_flush_is_of_what_a_tier_did_not_come_to(tmp_path: Path, space: bytes, left: set[int]) -> None:
     put(tmp_path, {0: 100, 3: 103})
+    put(tmp_path, {1: 101, 4: 104}, OTHER_SPACE)
     rows = opened(tmp_path)
     lacking(rows)
 
     async def story() -> None:
         tier = Tier(rows, DeviceMemory())
         await tier.grow()
-        tier.tier.forget_unread()
+        tier.tier.forget_unread(space)
         await tier.tier.close()
 
     asyncio.run(story())
-    assert named_in(tmp_path) == {0: digest(100)}
+    assert named_in(tmp_path) == {row: digest(100 + row) for row in left}
 
 
 def test_the_times_of_copies_that_run_together_add_up_to_that_in_which_any_did(

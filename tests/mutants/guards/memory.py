@@ -96,14 +96,6 @@ GROWTH = (
         OF_GROWTH,
     ),
     Guard(
-        "nothing is flushed while pages of a file may come behind it",
-        "daemon/services/admin.py",
-        "AdminService._flush",
-        "if side.tiers.reads_file:",
-        "if False:",
-        ("tests/daemon/test_host_growth.py",),
-    ),
-    Guard(
         "rows that a file has already need no room on its disk",
         "transfer/host_tier/rows.py",
         "FileRows.lacks",

@@ -138,6 +138,7 @@ class SimDisk:
         self._damaged: dict[int, set[bytes]] = {}  # row -> what it held, once, in place of what was written to it
         self.ended: End = "closed"  # how its last daemon did
         self.left: dict[int, bytes] = {}  # rows that the next one must find, and what they hold
+        self.tenants: dict[bytes, bytes] = {}  # of all that was ever written
         self._log = StoreLog(random)
 
     def open(self, pages: int, layout: bytes) -> SimRows:
@@ -147,6 +148,12 @@ class SimDisk:
             self.rows, self.index = _content(rows), _content(index)
         self._log = StoreLog(self._random)
         return SimRows(self, self._log, opened)
+
+    def flush(self, namespace_id: bytes, first: int) -> None:
+        """Rows from `first` on need not be found again, of this tenant or of all."""
+        for row, kept in list(self.left.items()):
+            if row >= first and namespace_id in (b"", self.tenants[kept]):
+                del self.left[row]
 
     def closed(self, log: StoreLog) -> None:
         """A daemon let go of them in order, if it still had them."""

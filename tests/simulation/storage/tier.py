@@ -311,6 +311,12 @@ class SimTier(HostTier):
         """What a row that is readable is said to hold."""
         return self._claimed[row]
 
+    def forget_unread(self, namespace_id: bytes) -> None:
+        """What is flushed is not found again; the same rows of other tenants are."""
+        if isinstance(self._sim_rows, SimRows):
+            self._sim_rows.disk.flush(namespace_id, self._there.pages)
+        super().forget_unread(namespace_id)
+
     # -- steps of copies ---------------------------------------------------------------------------------------------
 
     def _steps(self, work: Work) -> list[Step]:
@@ -342,7 +348,10 @@ class SimTier(HostTier):
     def start(self, started: CopyStarted, done: CopyDone) -> None:
         copy = started.copy
         if copy.kind != RESTORE:
-            self._pages.check(copy.device, _contents_of(copy), "a page that is spilled")
+            contents = _contents_of(copy)
+            self._pages.check(copy.device, contents, "a page that is spilled")
+            if isinstance(self._sim_rows, SimRows):
+                self._sim_rows.disk.tenants |= dict.fromkeys(contents, started.namespace_id)
         else:
             self._readers.update(copy.host)
         super().start(started, partial(self._judge, started, self._clock.now, done))

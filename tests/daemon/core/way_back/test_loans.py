@@ -122,11 +122,18 @@ def test_what_is_asked_for_is_sent_and_locked_for_that_time() -> None:
     lend(side, wanted(first=1, pages=2))
     (send,) = side.of(OpenSend)
     assert (send.session, send.transfer, send.first_page, send.pages_ready) == (SESSION, 1, 1, 3)
-    assert len(send.page_ids) == 2 and side.cache.locks == 1 and side.cache.evictable == 0
+    assert len(send.page_ids) == 2 and side.cache.locks == 1 and side.cache.evictable == 0 and not side.of(FailAsk)
     over(side)
     assert side.cache.locks == 0 and side.cache.evictable == 3
     counters = side.core.returns.counters
     assert (counters.opened, counters.completed, side.core.returns.active) == (1, 1, 0)
+
+
+def test_one_page_is_lent() -> None:
+    side = holding()
+    lend(side, wanted(first=2, pages=1))
+    (send,) = side.of(OpenSend)
+    assert (send.first_page, len(send.page_ids)) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +190,19 @@ def test_pages_that_were_promised_to_running_requests_are_not_lent() -> None:
     side = holding(8)
     side.admit(A, "y", 2, prefill="", new=6 * PAGE)
     assert side.told("ready") and side.cache.available() == 0
+    locks = side.cache.locks
     lend(side, wanted())
     (failed,) = side.of(FailAsk)
     assert failed.error.code == common.ERROR_RESOURCE_EXHAUSTED and side.core.returns.active == 0
+    assert side.cache.locks == locks
+
+
+def test_all_that_nobody_was_promised_is_lent() -> None:
+    side = holding(8)
+    side.admit(A, "y", 2, prefill="", new=3 * PAGE)
+    assert side.told("ready") and side.cache.available() == 3
+    lend(side, wanted())
+    assert side.of(OpenSend) and side.cache.available() == 0
 
 
 def test_a_request_waits_for_what_is_lent_and_gets_it_behind_that() -> None:
@@ -230,8 +247,10 @@ def test_what_is_wanted_no_more_is_unlocked_once_no_gather_runs() -> None:
     side.core.returns.ask_end(SESSION, 1, 0.0)
     side.take()
     assert side.of(EndSend) and side.cache.locks == 1
-    over(side, completed=False)
-    assert side.cache.locks == 0
+    side.tick(11.0)
+    assert not side.of(EndSend) and not side.of(FailAsk), "its deadline passes while it ends"
+    over(side, completed=False, now=11.0)
+    assert side.cache.locks == 0 and dict(side.core.returns.counters.aborts) == {"request_ended": 1}
 
 
 def test_the_end_of_a_session_ends_its_loans_alone() -> None:

@@ -248,7 +248,7 @@ def test_who_gives_no_answer_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> N
     side = Looking(others=4)
     side.asked_for()
     assert side.asked_whom() == [2, 3]
-    side.found(3, 0)
+    side.found(2, 0)
     side.core.wake(100.0)
     side.take()
     assert side.told("begun") and side.core.fetches.look_ups.counters.late == 1
@@ -324,12 +324,24 @@ def test_a_session_that_ends_is_not_waited_for() -> None:
     assert start.session == OTHER
 
 
+def test_a_session_that_ends_is_asked_no_more_and_the_others_are_waited_for() -> None:
+    side = searching()
+    side.core.session_down(THIRD, 0.0)
+    side.take()
+    assert side.state is EntryState.LOOKING and side.core.fetches.look_ups.counters.late == 1
+    side.another(B, "y", 0)
+    assert side.asked_whom() == [ASKER]
+    side.found(OTHER, 2)
+    (start,) = side.of(StartFetch)
+    assert (start.session, start.ask.pages) == (OTHER, 2)
+
+
 def test_what_a_session_has_found_goes_with_it() -> None:
     side = searching(held=1)
     side.found(OTHER, 2)
     side.core.session_down(OTHER, 0.0)
     side.take()
-    assert side.state is EntryState.LOOKING
+    assert side.state is EntryState.LOOKING and side.core.fetches.look_ups.counters.late == 0, "it had answered"
     side.found(THIRD, 0)
     (start,) = side.of(StartFetch)
     assert (start.session, start.ask.pages) == (ASKER, 1)
