@@ -73,7 +73,8 @@ class GpuMover:
 
     def is_computed(self, after: Moment) -> bool:
         assert after is not None
-        return after.query()
+        over: bool = after.query()  # type: ignore[no-untyped-call]
+        return over
 
     def misfit(self, memories: Sequence[Memory]) -> str:
         where = [memory.device if isinstance(memory, torch.Tensor) else "shared memory" for memory in memories]

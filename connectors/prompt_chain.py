@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvferry.connectors.orders import PromptPages
-from kvferry.radix.digests import DIGEST_BYTES, chain_digests, tail_digest
+from kvferry.radix.digests import DIGEST_BYTES, joined_digests, tail_digest
 
 if TYPE_CHECKING:
     from kvferry.radix.digests import ExtraKeys
@@ -51,8 +51,7 @@ class PromptChain:
             extra = None
             if (keys := self._keys) is not None:
                 extra = {i: keys((first + i) * size, (first + i + 1) * size) for i in range(wanted - first)}
-            chained = chain_digests(fresh, page_size=size, parent=self._parent(first), extra=extra)
-            self._digests += chained.tobytes()
+            self._digests += joined_digests(fresh, page_size=size, parent=self._parent(first), extra=extra)
         return bytes(self._digests[: wanted * DIGEST_BYTES])
 
     def prompt(self, tokens: int) -> PromptPages:

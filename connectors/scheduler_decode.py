@@ -107,6 +107,10 @@ class DecodeScheduler(SchedulerSide):
             self.counts.restores += 1
             self.counts.restore_tokens += external
 
+    @property
+    def has_first_tokens(self) -> bool:
+        return bool(self._begins)
+
     def begin_with_first_tokens(self) -> None:
         """Keeps first tokens from now on: somebody takes them."""
         self._begins = []

@@ -168,6 +168,16 @@ class SchedulerSide:
         return all(self._sessions.values())
 
     @property
+    def has_orders(self) -> bool:
+        """Whether a step without preempted requests has anything to tell, or to note."""
+        return bool(self._orders) or self.awaits_outcomes
+
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether replies are to begin with tokens that have come."""
+        return False
+
+    @property
     def tracked(self) -> int:
         """Requests that are not over, or whose blocks the worker still has."""
         return len(self._tracked)

@@ -107,6 +107,11 @@ class Moved:
     pushed: int = 0
     resets: int = 0
 
+    @property
+    def ended(self) -> int:
+        """It grows whenever a request has ended whose bytes are counted."""
+        return self.loads + self.failed + self.stored + self.pushed + self.resets
+
 
 @dataclass(slots=True, eq=False)
 class EngineStep:

@@ -63,12 +63,18 @@ def chain_digests(
     """
     import numpy as np
 
+    digests = joined_digests(tokens, page_size=page_size, parent=parent, extra=extra)
+    return np.frombuffer(bytearray(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def joined_digests(tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> bytes:
+    """The digests of `chain_digests`, one behind the other."""
     check_page_size(page_size)
     view = token_view(tokens)
     encoded = EncodedExtra.of(extra)
     encoded.check_pages(-(-len(view) // page_size))
     digests, _ = _core.chain_digests(view, b"", page_size, checked_parent(parent), encoded.common, encoded.by_page, 0)
-    return np.frombuffer(bytearray(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+    return digests
 
 
 def tail_digest(tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> bytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,7 +42,7 @@ from kvferry.connectors.vllm.block_ids import BlockIds, is_empty
 from kvferry.connectors.vllm.caches import Unfit, has_unlike_caches, looks_ahead
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
-from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats
+from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats, counts_of
 from kvferry.connectors.vllm.weights import weights_name
 from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.connectors.worker_session import connector_of
@@ -70,6 +70,10 @@ _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders = field(default_factory=Orders)
     computes: bool = True  # a forward pass follows
+
+
+NOTHING = KVFerryMetadata()
+"""What most steps of a decode engine tell: nobody writes into it."""
 
 
 @dataclass(slots=True)
@@ -116,7 +120,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._block_ids = BlockIds()
         self._others = OtherLoads()
         self._pool: BlockPool | None = None  # of the scheduler's half
-        self._counted = Moved()  # of what vLLM has been told
+        self._stepped = False  # the worker's half has heard of a step
+        self._counted = counts_of(Moved())  # of what vLLM has been told
+        self._counted_ended = 0
         self._first_tokens = 0  # that replies began with, and that vLLM has not been told of
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
@@ -165,10 +171,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._others.awaits_step:
+            self._others.step(scheduler_output.num_scheduled_tokens)
+            self._deciding.awaits_outcomes = self._others.within_steps
         if self._daemon_role == common_pb2.ROLE_PREFILL:  # only there blocks are asked for
             self._block_ids.follow(scheduler_output)
-        self._others.step(scheduler_output.num_scheduled_tokens)
-        self._deciding.awaits_outcomes = self._others.within_steps
+        elif scheduler_output.total_num_scheduled_tokens and not (
+            scheduler_output.preempted_req_ids or self._deciding.has_orders
+        ):
+            return NOTHING
         return KVFerryMetadata(
             self._deciding.step(
                 scheduler_output.num_scheduled_tokens,
@@ -179,7 +190,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if isinstance(told := connector_output.kv_connector_worker_meta, KVFerryWorkerMetadata):
+        told = connector_output.kv_connector_worker_meta
+        if told is not None and isinstance(told, KVFerryWorkerMetadata):
             self._deciding.hear(told.news)
         if connector_output.finished_recving:
             self._others.received(connector_output.finished_recving)
@@ -196,6 +208,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Keeps first tokens from now on: the engine's scheduler takes them."""
         assert isinstance(self._scheduler, DecodeScheduler)
         self._scheduler.begin_with_first_tokens()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `reports_now` or `take_first_tokens` may have any."""
+        worker = self._workers.get(self._engine)
+        if worker is not None and (worker.reports.sent or worker.reports.received):
+            return True
+        return self._deciding.has_first_tokens
 
     def reports_now(self) -> KVConnectorOutput | None:
         """What the worker's half has reported since the last step took its reports, where it is in this process. Of
@@ -278,7 +298,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVFerryMetadata)
-        self._working.take(connector_metadata.orders)
+        orders = connector_metadata.orders
+        if orders.orders or orders.preempted or not self._stepped:
+            self._stepped = True
+            self._working.take(orders)
         if not connector_metadata.computes:  # some versions have no `wait_for_save` then
             self._working.forward_done()
 
@@ -294,10 +317,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: whole blocks are copied when the step is over."""
 
     def wait_for_save(self) -> None:
-        self._working.forward_done()
+        if self._working.awaits_step:
+            self._working.forward_done()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received = self._working.reports.take()
+        reports = self._working.reports
+        if not (reports.sent or reports.received):
+            return None, None
+        sent, received = reports.take()
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -311,9 +338,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._first_tokens:
             begun, self._first_tokens = self._first_tokens, 0
             return KVFerryStats(data={"first_tokens": begun})
-        if self._worker is None or self._worker.moved == self._counted:
+        if self._worker is None or self._worker.moved.ended == self._counted_ended:
             return None
-        counted, self._counted = self._counted, replace(self._worker.moved)
+        self._counted_ended = self._worker.moved.ended
+        counted, self._counted = self._counted, counts_of(self._worker.moved)
         return KVFerryStats.between(counted, self._counted)
 
     @classmethod

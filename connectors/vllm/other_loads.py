@@ -15,6 +15,7 @@ class OtherLoads:
     """`asked`, `allocated`, `ended` as vLLM calls the connector, `step` for each step, `received` for its reports."""
 
     def __init__(self) -> None:
+        self.awaits_step = False  # `step` has anything to do
         self.within_steps = False  # some were: whether they failed is known when their step is over, to vLLM alone
         self._held: dict[str, int] = {}  # tokens that the engine had when it asked
         self._allocated: list[tuple[Request, int]] = []  # since the last step, and the tokens that are accounted for
@@ -27,6 +28,7 @@ class OtherLoads:
         """`ours` of its tokens are to come from here."""
         if (held := self._held.pop(request.request_id, None)) is not None:
             self._allocated.append((request, held + ours))
+            self.awaits_step = True
 
     def step(self, scheduled: Container[str]) -> None:
         """The requests that this step computes: no load into their blocks is under way."""
@@ -40,6 +42,7 @@ class OtherLoads:
             else:
                 self._under_way.add(request.request_id)
         self._allocated.clear()
+        self.awaits_step = bool(self._under_way)
 
     def received(self, requests: Iterable[str]) -> None:
         """Their loads are over, whoever's."""

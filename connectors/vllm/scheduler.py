@@ -61,6 +61,8 @@ class KVFerryScheduler(Scheduler):  # type: ignore[misc]
 
     def _add(self, outputs: dict[int, EngineCoreOutputs], ours: KVFerryConnector) -> None:
         """All that is done here behind vLLM's own step."""
+        if not ours.has_news:
+            return
         # Another connector beside it has words of its own with a step's reports.
         if self.connector is ours and (late := ours.reports_now()) is not None:
             self._update_from_kv_xfer_finished(late)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
@@ -27,15 +29,18 @@ MEANINGS = {
 }
 """The counters vllm:kvferry_<name>_total: the fields of `worker_state.Moved`, and what the scheduler's half counts."""
 _MOVED = tuple(field.name for field in dataclasses.fields(Moved))
+counts_of: Callable[[Moved], tuple[float, ...]] = operator.attrgetter(*_MOVED)
+"""The fields of `Moved`, as they are now."""
 
 
 class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
     """The growth of `Moved` in a time, by field; fields that did not grow are left out."""
 
     @staticmethod
-    def between(before: Moved, after: Moved) -> KVFerryStats:
-        grown = {name: getattr(after, name) - getattr(before, name) for name in _MOVED}
-        return KVFerryStats(data={name: by for name, by in grown.items() if by})
+    def between(before: tuple[float, ...], after: tuple[float, ...]) -> KVFerryStats:
+        """Of `counts_of` at two times."""
+        pairs = zip(_MOVED, before, after, strict=True)
+        return KVFerryStats(data={name: now - then for name, then, now in pairs if now != then})
 
     data: dict[str, int | float]
 

@@ -32,22 +32,22 @@ class Telling:
         self._late_seconds = late_seconds
         self._write = write
         self._in_blocks = in_blocks
-        # Ids of requests. Of what has no blocks: whose Admitted the worker waits for; else whose Begun, or Ended, it has
-        # no use for.
-        self._waits: set[bytes] = set()
-        self._unawaited: set[bytes] = set()
+        self._waits: set[bytes] = set()  # ids of requests whose Admitted the worker waits for
+        self._unawaited: set[bytes] = set()  # and of those whose Begun or Ended it has no use for
 
     def hears(self, kind: str, message: wire.WorkerMessage) -> None:
         """Notes what the worker says, before it is answered."""
         if not self._late_seconds:
             return
-        if kind == "admit" and message.admit.held_tokens and not self._in_blocks:
-            self._waits.add(message.admit.name.request_id)
+        if kind == "admit":
+            admit = message.admit
+            if admit.held_blocks or (admit.held_tokens and not self._in_blocks):
+                self._waits.add(admit.name.request_id)
+            if self._in_blocks and admit.held_tokens < admit.tokens:  # else its end gives blocks back
+                self._unawaited.add(admit.name.request_id)
         elif kind == "begin" and self._in_blocks and message.begin.patience == wire.PATIENCE_NONE:
             self._unawaited.add(message.begin.name.request_id)
-        elif kind == "admit" and self._in_blocks and message.admit.held_tokens < message.admit.tokens:
-            self._unawaited.add(message.admit.name.request_id)
-        elif kind == "abort":  # its end gives blocks back
+        elif kind == "abort":
             self._unawaited.discard(message.abort.name.request_id)
 
     async def run(self) -> None:
@@ -83,12 +83,10 @@ class Telling:
             return 0.0
         kind = event.WhichOneof("kind")
         if kind == "admitted":
-            if self._in_blocks:
-                return UNAWAITED_SECONDS
             request: bytes = event.admitted.name.request_id
             waits = request in self._waits
             self._waits.discard(request)
-            return 0.0 if waits else self._late_seconds
+            return 0.0 if waits else UNAWAITED_SECONDS if self._in_blocks else self._late_seconds
         if kind == "begun":
             request = event.begun.name.request_id
             unawaited = request in self._unawaited

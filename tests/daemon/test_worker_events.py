@@ -33,11 +33,11 @@ def ended(number: int) -> wire.WorkerEvent:
 class Told:
     """A worker's events, and what it was told of them, by words."""
 
-    def __init__(self, late_seconds: float) -> None:
+    def __init__(self, late_seconds: float, *, in_blocks: bool = False) -> None:
         self.events: asyncio.Queue[wire.WorkerEvent] = asyncio.Queue()
         self.words: list[list[str]] = []
         self.at: list[float] = []
-        self.telling = Telling(self.events, late_seconds, self._write)
+        self.telling = Telling(self.events, late_seconds, self._write, in_blocks=in_blocks)
         self._running = asyncio.get_running_loop().create_task(self.telling.run())
 
     async def _write(self, events: Sequence[wire.WorkerEvent]) -> None:
@@ -91,6 +91,49 @@ def test_who_has_pages_of_its_own_to_fill_is_admitted_at_once() -> None:
         failed = wire.WorkerEvent(failed=wire.Failed(name=name(3)))
         assert await told.tells(failed) == [["admitted", "failed"]]
         assert not told.telling._waits, "it is not admitted any more"
+        await told.end()
+
+    asyncio.run(story())
+
+
+def begun(number: int) -> wire.WorkerEvent:
+    return wire.WorkerEvent(begun=wire.Begun(name=name(number)))
+
+
+def test_an_engine_with_blocks_hears_what_it_has_no_use_for_with_what_is_next() -> None:
+    async def story() -> None:
+        told = Told(LATE / 10, in_blocks=True)
+        said = told.telling.hears
+        # a load: of no use is Admitted, but where what it holds is to be told of behind it, and Ended
+        said("admit", wire.WorkerMessage(admit=wire.Admit(name=name(1), tokens=96, held_tokens=64)))
+        said("admit", wire.WorkerMessage(admit=wire.Admit(name=name(2), tokens=96, held_tokens=64, held_blocks=[7])))
+        assert await told.tells(admitted(1), within=LATE) == []
+        assert await told.tells(admitted(2)) == [["admitted", "admitted"]]
+        assert await told.tells(ready(1)) == [["ready"]]
+        assert await told.tells(ended(1), within=LATE) == []
+        # a prompt handed in, and one that is given up: their blocks come back
+        said("admit", wire.WorkerMessage(admit=wire.Admit(name=name(3), tokens=64, held_tokens=64)))
+        assert await told.tells(ended(3), within=LATE / 2) == [["ended", "ended"]]
+        said("abort", wire.WorkerMessage(abort=wire.Abort(name=name(2))))
+        assert await told.tells(ended(2), within=LATE / 2) == [["ended"]]
+        # a prompt to be sent: of no use is Begun, where nothing is waited for
+        said("begin", wire.WorkerMessage(begin=wire.Begin(name=name(4), patience=wire.PATIENCE_NONE)))
+        said("begin", wire.WorkerMessage(begin=wire.Begin(name=name(5))))
+        assert await told.tells(begun(4), within=LATE) == []
+        assert await told.tells(begun(5)) == [["begun", "begun"]]
+        assert await told.tells(ended(4), within=LATE / 2) == [["ended"]]
+        assert not (told.telling._waits or told.telling._unawaited)
+        await told.end()
+
+    asyncio.run(story())
+
+
+def test_nothing_is_late_for_who_did_not_ask_for_it() -> None:
+    async def story() -> None:
+        told = Told(0.0, in_blocks=True)
+        told.telling.hears("admit", wire.WorkerMessage(admit=wire.Admit(name=name(1), tokens=96)))
+        assert await told.tells(admitted(1)) == [["admitted"]]
+        assert await told.tells(ended(1)) == [["ended"]]
         await told.end()
 
     asyncio.run(story())

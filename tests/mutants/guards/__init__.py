@@ -2,6 +2,7 @@
 
 from tests.mutants.guard import Guard
 from tests.mutants.guards import (
+    block_way,
     blocks,
     caches,
     core,
@@ -40,6 +41,7 @@ GUARDS: tuple[Guard, ...] = (
     *sides.GUARDS,
     *ranks.GUARDS,
     *engines.GUARDS,
+    *block_way.GUARDS,
     *other_loads.GUARDS,
     *engine_resets.GUARDS,
     *first_tokens.GUARDS,

@@ -12,8 +12,6 @@ UNREADY = ("tests/front/test_vllm_unready.py",)
 SCHEDULER = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
 COPIES = ("tests/connectors/worker_side/test_copies.py",)
 ENDS = ("tests/connectors/worker_side/test_ends.py",)
-ENGINE_BLOCKS = ("tests/system/serving/test_engine_blocks.py",)
-BLOCKS_WAY = ("tests/connectors/worker_side/test_blocks_way.py",)
 
 PAGES: tuple[Guard, ...] = (
     Guard(
@@ -221,49 +219,6 @@ COPIED: tuple[Guard, ...] = (
     ),
 )
 
-BLOCK_WAY: tuple[Guard, ...] = (
-    Guard(
-        "blocks are given back while the daemon may write them",
-        "client/client.py",
-        "DaemonClient.release",
-        "while not await is_done(request.released, LATE_SECONDS):",
-        "while False:",
-        BLOCKS_WAY,
-    ),
-    Guard(
-        "a daemon that is gone has ended",
-        "client/client.py",
-        "DaemonClient.release",
-        "await self.end.wait()",
-        "pass",
-        ENGINE_BLOCKS,
-    ),
-    Guard(
-        "a load ends before its abort is heard",
-        "connectors/block_requests.py",
-        "BlockRequests._give_up",
-        "await complete(client.release(name, UNWANTED))",
-        "self._tools.later(client.release(name, UNWANTED))",
-        BLOCKS_WAY,
-    ),
-    Guard(
-        "blocks of a preempted prompt are read on",
-        "connectors/block_requests.py",
-        "BlockRequests.take_away",
-        "            task.cancel()\n            await asyncio.wait([task])\n",
-        "            pass\n",
-        BLOCKS_WAY,
-    ),
-    Guard(
-        "blocks are named from the beginning on again",
-        "connectors/block_requests.py",
-        "BlockRequests._push_chunks",
-        "save.blocks[named:upto]",
-        "save.blocks[:upto]",
-        BLOCKS_WAY,
-    ),
-)
-
 DECIDED: tuple[Guard, ...] = (
     Guard(
         "a daemon that stands still is taken for up",
@@ -435,4 +390,4 @@ DECIDED: tuple[Guard, ...] = (
     ),
 )
 
-GUARDS: tuple[Guard, ...] = (*PAGES, *COPIED, *BLOCK_WAY, *DECIDED)
+GUARDS: tuple[Guard, ...] = (*PAGES, *COPIED, *DECIDED)

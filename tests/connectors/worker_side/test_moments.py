@@ -1,0 +1,135 @@
+"""An engine with blocks of its own, on a GPU that takes its time: the daemon hears of blocks once what was begun before
+is computed, orders keep their order meanwhile, and nothing is begun behind the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.connectors.movers import HostMover, Moment
+from kvferry.connectors.orders import Begin, Cancel, FirstToken, Forget, Load, Orders, Release, Save, StorePages
+from tests.connectors.worker_side.block_pair import BlockPair, SharedEngine
+from tests.connectors.worker_side.engine_pair import PAGE, PER_PAGE, new_name, new_prompt, received, sent, until
+from tests.connectors.worker_side.next_turn import up
+from tests.support.devices import DeviceStack
+
+THEIRS, OURS = tuple(range(30, 30 + PER_PAGE)), tuple(range(10, 10 + PER_PAGE))
+
+
+class SlowMover(HostMover):
+    """Moments that come when they are let."""
+
+    records = True
+
+    def __init__(self, inner: HostMover) -> None:
+        super().__init__(inner._blocks)
+        self.there = threading.Event()
+        self.there.set()
+        self.broken = False
+        self.waits = 0
+
+    def moment(self) -> Moment:
+        moment: Any = object()
+        return moment
+
+    def computed(self, after: Moment) -> None:
+        self.waits += 1
+        assert self.there.wait(20.0)
+        if self.broken:
+            raise RuntimeError("the device is lost")
+
+    def is_computed(self, after: Moment) -> bool:
+        if self.broken:
+            raise RuntimeError("the device is lost")
+        return self.there.is_set()
+
+
+class SlowPair(BlockPair):
+    def engine(self, role: str, seed: int) -> SharedEngine:
+        engine = super().engine(role, seed)
+        assert isinstance(engine.mover, HostMover)
+        engine.mover = SlowMover(engine.mover)
+        return engine
+
+    def mover(self, role: str) -> SlowMover:
+        mover = self.engines[role].mover
+        assert isinstance(mover, SlowMover)
+        return mover
+
+
+@pytest.fixture
+def pair() -> Iterator[SlowPair]:
+    with DeviceStack() as stack:
+        made = SlowPair(stack)
+        try:
+            for role in made.sides:
+                made.give(role, Forget())  # the first step: from there on a session is looked after
+            up(made)
+            yield made
+        finally:
+            for role, side in made.sides.items():
+                made.mover(role).there.set()
+                side.close()
+                made.of(role).file.unlink()
+
+
+def requests(pair: SlowPair, role: str) -> int:
+    told = pair.stats(role).requests
+    return told.running + told.waiting
+
+
+def test_a_prompt_goes_when_it_is_computed_and_wakes_nobody_before(pair: SlowPair) -> None:
+    prompt, name = new_prompt(PAGE), new_name()
+    pair.mover("prefill").there.clear()
+    pair.give("prefill", Begin("a", name, prompt), Save("a", PAGE, THEIRS))
+    pair.sides["prefill"].take(Orders([FirstToken("a", 5)]))
+    pair.give("prefill", Release("a", 5))
+    pair.give("decode", Load("a", name, prompt, "p", 0, (), OURS))
+    until(lambda: requests(pair, "prefill") and requests(pair, "decode"))
+    time.sleep(0.2)
+    assert pair.sides["decode"].reports.take() == (set(), set())
+    assert pair.mover("prefill").waits == 1, "one for the chunk, none for the beginning"
+    pair.mover("prefill").there.set()
+    assert received(pair.sides["decode"], "a") == set()
+    sent(pair.sides["prefill"], "a")
+    assert pair.mover("prefill").waits == 1, "what is computed is not waited for again"
+    assert all(pair.of("prefill").block(a) == pair.of("decode").block(b) for a, b in zip(THEIRS, OURS, strict=True))
+
+
+def test_the_daemon_hears_of_a_load_behind_what_may_use_its_blocks_and_of_its_end_behind_that(pair: SlowPair) -> None:
+    pair.mover("decode").there.clear()
+    pair.give("decode", Load("b", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
+    pair.give("decode", Cancel("b"))
+    time.sleep(0.2)
+    assert requests(pair, "decode") == 0
+    pair.mover("decode").there.set()
+    soon = pair.settings("decode").deadline_seconds / 2  # else the load has not heard of its end
+    assert received(pair.sides["decode"], "b", soon) == set(OURS)
+    until(lambda: pair.at_rest("decode"))
+
+
+def test_what_is_given_up_is_not_begun_afterwards(pair: SlowPair) -> None:
+    """An engine that is to sleep takes its blocks away then."""
+    mover = pair.mover("decode")
+    mover.there.clear()
+    pair.give("decode", Load("c", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
+    pair.give("decode", StorePages("d", new_name(), new_prompt(PAGE), THEIRS))
+    threading.Timer(0.3, mover.there.set).start()
+    pair.sides["decode"].give_up()
+    assert mover.there.is_set() and not pair.sides["decode"]._tasks
+    assert pair.sides["decode"].reports.take() == ({"d"}, {"c"})
+    assert pair.sides["decode"].reports.take_bad() == set(OURS)
+
+
+def test_a_device_that_is_lost_fails_requests_and_no_thread(pair: SlowPair) -> None:
+    mover = pair.mover("decode")
+    mover.broken = True
+    pair.give("decode", Load("e", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
+    assert received(pair.sides["decode"], "e") == set(OURS)
+    mover.broken = False
+    pair.give("decode", StorePages("f", new_name(), new_prompt(PAGE), THEIRS))
+    sent(pair.sides["decode"], "f")
