@@ -244,10 +244,9 @@ class DaemonClient:
         blocks: Sequence[int] = (),
         patience: Patience = FOR_PAGES,
     ) -> None:
-        """Asks the daemon for pages for this prompt, which `begun` has. `blocks`: the first of them, of an engine that
-        has registered blocks; they are read until `ended` or `abort` returns. Such an engine need not wait for `begun`
-        where nothing can be loaded for it. Raises DaemonGone; NotOpened when the name is in use or the prompt's digests
-        do not fit in a message."""
+        """Asks the daemon for pages for this prompt; `begun` has them. `blocks`: the first of them, of an engine that
+        has registered blocks, and need not wait for `begun`; they are read until `ended` or `abort` returns. Raises
+        DaemonGone; NotOpened when the name is in use or the prompt's digests do not fit in a message."""
         begin = worker_pb2.Begin(
             name=name.to_proto(),
             digests=digests,
@@ -264,8 +263,7 @@ class DaemonClient:
         request.proceed = patience.proceed
 
     async def begun(self, name: RequestName) -> Begun:
-        """Waits for the daemon's answer to `begin`, at most for the deadline given to it. Raises RequestFailed,
-        DaemonGone."""
+        """Waits for the answer to `begin`, at most for the deadline given to it. Raises RequestFailed, DaemonGone."""
         request = self._of(name)
         return await self._wait(name, request.begun, request.deadline_s + ANSWER_SLACK_S, "Begun")
 
@@ -422,9 +420,8 @@ class DaemonClient:
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
         if not await is_done(future, deadline_s):
-            raise RequestFailed(
-                common_pb2.ERROR_DEADLINE_EXCEEDED, f"the daemon did not say {what} of {name} within {deadline_s:g} s"
-            )
+            why = f"the daemon did not say {what} of {name} within {deadline_s:g} s"
+            raise RequestFailed(common_pb2.ERROR_DEADLINE_EXCEEDED, why)
         return future.result()
 
     def _raise_if_broken(self) -> None:

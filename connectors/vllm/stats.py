@@ -38,7 +38,7 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
 
     @staticmethod
     def between(before: tuple[float, ...], after: tuple[float, ...]) -> KVFerryStats:
-        """Of `counts_of` at two times."""
+        """The growth between two times; each is what `counts_of` gave then."""
         pairs = zip(_MOVED, before, after, strict=True)
         return KVFerryStats(data={name: now - then for name, then, now in pairs if now != then})
 
