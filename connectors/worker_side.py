@@ -89,6 +89,7 @@ class WorkerSide:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._pushes: dict[str, Push] = {}
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
+        self._loading = False  # blocks were ever given to a load or a store; then orders keep behind it
         self._saves: list[Save] = []  # of the step under way
         self._step: EngineStep | None = None  # it, where it came with other orders
         self.awaits_step = False
@@ -128,7 +129,8 @@ class WorkerSide:
             step = EngineStep(self._tools.mover.moment() if any(map(_uses_blocks, now)) else None)
             # Blocks that a request holds may be another's that are computed in this very step.
             self._step = step if any(isinstance(order, (Load, Fill)) and order.held_blocks for order in now) else None
-            if self._pushing:  # prompts that are begun wait for nothing
+            self._loading = self._loading or step.begun is not None
+            if self._pushing or not self._loading:  # prompts that are begun wait for nothing
                 self._loop.call_soon_threadsafe(self._begin, now, step)
             else:
                 self._behind(step.begun, self._begin, now, step)

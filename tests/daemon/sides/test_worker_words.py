@@ -33,7 +33,7 @@ def read(*messages: wire.WorkerMessage) -> list[str]:
     )
     worker = SimpleNamespace(attached=False, quiesced=False)
     context = SimpleNamespace(read=next_message)
-    telling = cast(Any, SimpleNamespace(admits=lambda admit: None))
+    telling = cast(Any, SimpleNamespace(hears=lambda kind, message: None))
     asyncio.run(WorkerService({}, "")._read(cast(Any, side), cast(Any, worker), telling, cast(Any, context)))
     return handled
 

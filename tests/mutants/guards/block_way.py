@@ -29,7 +29,7 @@ GUARDS: tuple[Guard, ...] = (
         "an end overtakes its load",
         "connectors/worker_side.py",
         "WorkerSide.take",
-        "if self._pushing:",
+        "if self._pushing or not self._loading:",
         "if self._pushing or step.begun is None:",
         MOMENTS,
     ),
