@@ -40,6 +40,7 @@ class PromptChain:
         self._page_size = page_size
         self._keys = keys
         self._digests = bytearray()
+        self._last: PromptPages | None = None  # that `prompt` gave: it is asked for the same again
 
     def pages(self, tokens: int) -> bytes:
         """32 bytes for each full page of the first `tokens`, which the request must have."""
@@ -56,12 +57,15 @@ class PromptChain:
 
     def prompt(self, tokens: int) -> PromptPages:
         """The pages of the first `tokens`, with the digest of the partial last one."""
+        if self._last is not None and self._last.tokens == tokens:
+            return self._last
         full = tokens // self._page_size
         digests, start = self.pages(tokens), full * self._page_size
         rest = self._source.all_token_ids[start:tokens]
         extra = None if self._keys is None or not len(rest) else {0: self._keys(start, tokens)}
         tail = tail_digest(rest, page_size=self._page_size, parent=self._parent(full), extra=extra)
-        return PromptPages(digests, tokens, tail)
+        self._last = PromptPages(digests, tokens, tail)
+        return self._last
 
     def digest(self, page: int) -> bytes:
         """The digest of one of the pages that were asked for; empty where it is not one of them."""
@@ -87,6 +91,10 @@ class AheadChain(PromptChain):
             del self._digests[self._open * DIGEST_BYTES :]
             self._open = -1
         return super().pages(tokens)
+
+    def prompt(self, tokens: int) -> PromptPages:
+        self._last = None  # its last page may have another name by now
+        return super().prompt(tokens)
 
     def _ends(self, page: int) -> int:
         return (page + 1) * self._page_size

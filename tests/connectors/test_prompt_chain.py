@@ -81,3 +81,4 @@ def test_a_page_that_ended_the_prompt_is_named_anew_when_the_request_goes_on() -
     source.all_token_ids += list(range(50, 50 + PAGE))
     assert chain.pages(3 * PAGE) == AheadChain(source, PAGE, None).pages(3 * PAGE)
     assert chain.pages(PAGE) == prompt.digests[:32] and chain.pages(2 * PAGE) != prompt.digests
+    assert chain.prompt(2 * PAGE).digests == chain.pages(2 * PAGE)
