@@ -279,7 +279,7 @@ def test_a_daemon_without_frames_is_named(tmp_path: Path) -> None:
 
 
 def test_events_that_break_the_protocol_end_the_stream_whenever_they_come() -> None:
-    def refuse(event: wire.WorkerEvent) -> None:
+    def refuse(kind: str | None, event: wire.WorkerEvent) -> None:
         raise ValueError("a second Welcome")
 
     def event() -> bytes:

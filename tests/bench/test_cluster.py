@@ -24,11 +24,11 @@ with Cluster(Spec()) as cluster:
 SERVER = """
 import os, signal, sys, time
 def end(*_):
-    print("ends", flush=True)
+    os.write(1, b"ends\\n")
     time.sleep(2)
     os._exit(0)
 signal.signal(signal.SIGTERM, end)
-print(os.getpid(), flush=True)
+os.write(1, f"{os.getpid()}\\n".encode())
 time.sleep(600)
 """
 
