@@ -187,9 +187,11 @@ def test_a_client_that_leaves_while_the_engine_waits_leaves_nothing(pair: Pair) 
 
 
 def fetch(pair: Pair, request: str, prompt: PromptPages) -> None:
-    """Has a fetch under way."""
-    name = begin(pair, request, prompt)
+    """Has a fetch under way; however loaded the host is, the Ask is there first."""
+    name = new_name()
     load(pair, request, name, prompt)
+    until(lambda: pair.stats("prefill").requests.running == 1)
+    pair.give("prefill", Begin(request, name, prompt, waits=True))
     if isinstance(pair, EngineBackPair):
         assert news(pair, request).found == {request: HISTORY}
         pair.give("prefill", Fill(request, 0, HISTORY, (), THEIRS[: HISTORY // BLOCK]))
