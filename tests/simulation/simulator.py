@@ -402,7 +402,8 @@ def simulated(
         simulation = Simulation(seed, faults=faults, trace=trace)
         processes = simulation.processes
         made(simulation)
-        waits = mock.patch.object(choice, "FORCED_SECONDS", simulation.faults.fetch_seconds)
+        seconds = simulation.faults.fetch_seconds
+        waits = mock.patch.multiple(choice, FORCED_SECONDS=seconds, LEAST_SECONDS=seconds)
         with simulation.network.installed(), engines_installed(simulation), waits:
             return run(simulation)
     finally:

@@ -16,8 +16,8 @@ MARGIN = 2.0  # by which fetching must be faster
 LEAST_TOKENS = 256  # that are worth a round trip
 MOST_TIMES = 4.0  # its own estimate: so long a fetch may take,
 LEAST_SHARE = 0.25  # or such a share of the estimate of computing: the first ones know no rate, and a host may stutter
-FORCED_SECONDS = 1.0  # with ALWAYS: for the Ask at most, and for a fetch at least
-MOST_SECONDS = 60.0  # with ALWAYS: for a fetch, however slow its session was
+FORCED_SECONDS = 1.0  # with ALWAYS: for the Ask at most
+LEAST_SECONDS, MOST_SECONDS = 5.0, 60.0  # with ALWAYS: for a fetch, however loaded its host, or slow its session was
 TOKENS_PER_SECOND = 10_000.0  # of an engine of which nothing was measured
 BYTES_PER_SECOND = 1e9  # of a session, likewise
 ROUND_TRIP_SECONDS = 0.002  # in every estimate of a fetch
@@ -165,7 +165,7 @@ class Judge:
         self.compute_seconds = tokens / self.speed.tokens_per_second
         self.fetch_seconds = self._fetch_estimate(session, pages, now)
         if self.limits.setting == ALWAYS:
-            seconds = max(FORCED_SECONDS, MOST_TIMES * self.fetch_seconds)
+            seconds = max(LEAST_SECONDS, MOST_TIMES * self.fetch_seconds)
             return self.count(Choice(FETCH, min(seconds, MOST_SECONDS)))
         if tokens < LEAST_TOKENS:
             return self.count(Choice(FEW))

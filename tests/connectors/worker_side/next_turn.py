@@ -117,11 +117,21 @@ def history_is_in(pair: Pair, upto: int = HISTORY // BLOCK, start: int = 0) -> b
     return all(prefill.block(THEIRS[i]) == decode.block(STORED[i]) for i in range(start, upto))
 
 
-def arrived(pair: Pair) -> bool:
-    """The next turn's prompt is in decode's blocks, byte for byte as it is in prefill's."""
+def arrived(pair: Pair, start: int = 0) -> bool:
+    """The next turn's prompt, from this block of it on, is in decode's blocks, byte for byte as it is in prefill's."""
     prefill, decode = pair.engines["prefill"], pair.engines["decode"]
     last = prefill.beginning(THEIRS[-1], (TOKENS - 1) % BLOCK + 1) == decode.block(OURS[-1])
-    return last and all(prefill.block(a) == decode.block(b) for a, b in zip(THEIRS[:-1], OURS[:-1], strict=True))
+    return last and all(prefill.block(THEIRS[i]) == decode.block(OURS[i]) for i in range(start, len(OURS) - 1))
+
+
+def history_is_whole(pair: Pair) -> bool:
+    """Each block of the next turn's history has what was stored, or what prefill has: an engine that computes the same
+    tokens anew has other bytes here."""
+    prefill, decode = pair.engines["prefill"], pair.engines["decode"]
+    return all(
+        decode.block(ours) in (decode.block(stored), prefill.block(theirs))
+        for ours, stored, theirs in zip(OURS, STORED, THEIRS, strict=False)
+    )
 
 
 def rest(pair: Pair) -> None:
