@@ -72,7 +72,8 @@ class BlockPair(Pair):
         return SharedEngine(seed)
 
     def settings(self, role: str) -> Settings:
-        return Settings(self.socket(role), pool="engine", deadline_seconds=5.0, store_seconds=5.0)
+        seconds = self.deadline_seconds
+        return Settings(self.socket(role), pool="engine", deadline_seconds=seconds, store_seconds=5.0)
 
     def of(self, role: str) -> SharedEngine:
         engine = self.engines[role]

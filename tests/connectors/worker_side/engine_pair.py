@@ -42,6 +42,8 @@ FACTS = NamespaceFacts(
 class Pair:
     """A prefill and a decode daemon, and an engine's half for each."""
 
+    deadline_seconds = 5.0
+
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.addresses: dict[str, str] = {}
@@ -78,7 +80,7 @@ class Pair:
         return f"{self.stack.folder}/{role}.sock"
 
     def settings(self, role: str) -> Settings:
-        return Settings(self.socket(role), deadline_seconds=5.0, store_seconds=5.0)
+        return Settings(self.socket(role), deadline_seconds=self.deadline_seconds, store_seconds=5.0)
 
     def side(self, role: str, facts: NamespaceFacts = FACTS) -> WorkerSide:
         settings = self.settings(role)

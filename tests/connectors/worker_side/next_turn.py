@@ -9,6 +9,7 @@ from kvferry.client.requests import RequestName
 from kvferry.connectors.orders import Begin, Fill, Load, News, PromptPages, Release, Save, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.core.way_back.choice import LEAST_SECONDS
 from tests.connectors.engine_memory import BLOCK
 from tests.connectors.worker_side.block_pair import BlockPair, SharedEngine
 from tests.connectors.worker_side.engine_pair import PAGE, Pair, new_name, new_prompt, received, sent, until
@@ -17,11 +18,14 @@ HISTORY = 6 * PAGE
 TOKENS = HISTORY + PAGE + 3
 STORED = range(40, 40 + HISTORY // BLOCK)  # decode's blocks with the history
 THEIRS = tuple(range(20, 20 + -(-TOKENS // BLOCK)))  # prefill's
+DEADLINE_SECONDS = 2 * LEAST_SECONDS  # behind a fetch that stalls there is time to compute
 OURS = tuple(range(-(-TOKENS // BLOCK)))  # decode's, of the next turn
 
 
 class BackPair(Pair):
     """With a way back that is always taken."""
+
+    deadline_seconds = DEADLINE_SECONDS
 
     def pool_words(self, role: str) -> list[str]:
         return [*super().pool_words(role), "--way-back", "always", "--checksums", "on"]
@@ -29,6 +33,8 @@ class BackPair(Pair):
 
 class EngineBackPair(BlockPair):
     """Likewise; the prefill daemon fetches straight into its engine's blocks."""
+
+    deadline_seconds = DEADLINE_SECONDS
 
     def pool_words(self, role: str) -> list[str]:
         words = super().pool_words(role) if role == "prefill" else [*Pair.pool_words(self, role), "--checksums", "on"]
