@@ -175,12 +175,13 @@ class DaemonClient:
             warmup=warmup,
             held_tokens=held_tokens,
             traceparent=traceparent,
-            blocks=blocks,
             blocks_from=blocks_from,
-            held_blocks=held_blocks,
         )
+        message = worker_pb2.WorkerMessage(admit=admit)
+        message.admit.blocks.extend(blocks)  # not before: what is put in a message is copied
+        message.admit.held_blocks.extend(held_blocks)
         check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
-        request = self._open(name, worker_pb2.WorkerMessage(admit=admit), tokens, deadline_s)
+        request = self._open(name, message, tokens, deadline_s)
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
 
     async def ready(self, name: RequestName) -> Ready:
@@ -278,8 +279,9 @@ class DaemonClient:
         """The KV of the prompt's first `tokens` tokens is in the pool; `blocks`: those that follow what was named.
         Raises RequestFailed if the request failed."""
         self.check(name)
-        told = worker_pb2.Progress(name=name.to_proto(), tokens=tokens, blocks=blocks)
-        self._send(worker_pb2.WorkerMessage(progress=told))
+        message = worker_pb2.WorkerMessage(progress=worker_pb2.Progress(name=name.to_proto(), tokens=tokens))
+        message.progress.blocks.extend(blocks)
+        self._send(message)
 
     def aux(self, name: RequestName, blob: bytes) -> None:
         """The worker's last word: it touches the request's pages no more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.client.requests import Admitted, Begun, Ready, RequestFailed, Retracted, Stowed
@@ -13,27 +12,28 @@ from kvferry.proto import worker_pb2
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
 class OpenRequest:
     """The futures that a request's waiters wait for; the daemon's events resolve them."""
 
-    tokens: int
-    deadline_s: float
-    page_size: int
-    pool_pages: int
-    in_blocks: bool  # its pages are blocks that the worker names: the daemon names none
-    admitted: asyncio.Future[Admitted] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    begun: asyncio.Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ready: asyncio.Future[Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    released: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The daemon touches its pages no more; unlike `ended` that is awaited of a request that has failed, too."""
-    grown: asyncio.Future[tuple[int, ...]] | None = None
-    stowed: Callable[[Stowed], None] | None = None  # hears the answer to Stow
-    pages: int = 0
-    failure: RequestFailed | None = None
-    retracted: bool = False
-    proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
+    def __init__(self, tokens: int, deadline_s: float, page_size: int, pool_pages: int, in_blocks: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.tokens = tokens
+        self.deadline_s = deadline_s
+        self.page_size = page_size
+        self.pool_pages = pool_pages
+        self.in_blocks = in_blocks  # its pages are blocks that the worker names: the daemon names none
+        self.pages = 0
+        self.failure: RequestFailed | None = None
+        self.retracted = False
+        self.admitted: asyncio.Future[Admitted] = loop.create_future()
+        self.begun: asyncio.Future[Begun] = loop.create_future()
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.released: asyncio.Future[None] = loop.create_future()
+        """The daemon touches its pages no more; unlike `ended` that is awaited of a request that has failed, too."""
+        self.grown: asyncio.Future[tuple[int, ...]] | None = None
+        self.stowed: Callable[[Stowed], None] | None = None  # hears the answer to Stow
+        self.proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
 
     def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
         """Raises ValueError when the daemon gives pages that the request cannot have."""

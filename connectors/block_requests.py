@@ -11,16 +11,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import Ready, RequestFailed, RequestName
-from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
-from kvferry.connectors.worker_state import UNWANTED, DaemonRequest, EngineStep, Push, run_whole
+from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, run_whole
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
 
@@ -196,7 +195,7 @@ class BlockRequests:
         if after is not None and not self._tools.mover.is_computed(after):
             await run_whole(self._tools.copier, partial(self._tools.mover.computed, after))
 
-    def _lease(self, request: str, name: RequestName) -> AbstractAsyncContextManager[DaemonRequest]:
+    def _lease(self, request: str, name: RequestName) -> DaemonRequest:
         return self._tools.lease(request, name, self._give_up)
 
     async def _give_up(self, client: DaemonClient, name: RequestName) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,11 +28,14 @@ from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import Load, News, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
-from kvferry.connectors.worker_state import DaemonRequest, EngineStep, Moved, Push, Reports
+from kvferry.connectors.worker_state import UNWANTED, EngineStep, Moved, Push, Reports
 from kvferry.proto import worker_pb2
 from kvferry.waiting import within
 
 CHECK_SECONDS = 0.5  # between looks whether a prompt that has no blocks yet has failed
+
+GiveUp = Callable[[DaemonClient, RequestName], Awaitable[None]]
+"""Ends a request that did not end well; its blocks are the engine's when it returns."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,27 +78,9 @@ class RequestTools:
     moved: Moved = field(default_factory=Moved)
     behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for
 
-    @contextlib.asynccontextmanager
-    async def lease(
-        self, request: str, name: RequestName, give_up: Callable[[DaemonClient, RequestName], Awaitable[None]]
-    ) -> AsyncIterator[DaemonRequest]:
+    def lease(self, request: str, name: RequestName, give_up: GiveUp) -> DaemonRequest:
         """One request at the daemon: its failure is logged and ends the block; what did not end well is given up."""
-        lease = DaemonRequest(self.sessions.client)
-        unopened: NotOpened | None = None
-        try:
-            yield lease
-        except (NotOpened, RequestFailed, DaemonGone) as error:
-            unopened = error if isinstance(error, NotOpened) else None
-            self.failed(request, error)
-        finally:
-            if lease.ending is not None:
-                self.later(lease.ending)
-            elif lease.over or isinstance(unopened, NameInUse):  # the name is that of a request that runs
-                pass
-            elif unopened is not None or lease.used is None:
-                lease.decline(name)
-            else:
-                await give_up(lease.used, name)
+        return DaemonRequest(self, request, name, give_up)
 
     async def admit(
         self,
@@ -182,7 +167,7 @@ class RequestTools:
         self.behind.add(task)
         task.add_done_callback(self.behind.discard)
 
-    def failed(self, request: str, error: Exception) -> None:
+    def failed(self, request: str, error: BaseException | None) -> None:
         self.moved.failed += 1
         _log.warning("request %s: the engine goes on alone: %s", request, error)
 
@@ -208,3 +193,53 @@ class RequestTools:
     def end_seconds(self) -> float:
         """For which the end of a prompt that was handed in is awaited."""
         return self.settings.deadline_seconds + ANSWER_SLACK_S
+
+
+class DaemonRequest:
+    """A request of ours at the daemon, from its first word to what ends it, as an `async with`; see `lease`.
+
+    Not contextlib's: its generator, which the loop registers, too, is a tenth of what a prompt costs a connector.
+    """
+
+    def __init__(self, tools: RequestTools, request: str, name: RequestName, give_up: GiveUp) -> None:
+        self._tools = tools
+        self._request = request
+        self._name = name
+        self._give_up = give_up
+        self._client = tools.sessions.client
+        self._used: DaemonClient | None = None
+        self._over = False
+        self._ending: Coroutine[Any, Any, None] | None = None
+
+    @property
+    def client(self) -> DaemonClient:
+        """DaemonGone where there is none."""
+        if self._client is None:
+            raise DaemonGone("no daemon answers")
+        self._used = self._client
+        return self._client
+
+    def then(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Names what ends the request instead of an abort, behind the engine's back: it went well."""
+        self._ending = ending
+
+    def ended(self) -> None:
+        """It went well, and the daemon has said so."""
+        self._over = True
+
+    async def __aenter__(self) -> DaemonRequest:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        handled = isinstance(error, (NotOpened, RequestFailed, DaemonGone))
+        if handled:
+            self._tools.failed(self._request, error)
+        if self._ending is not None:
+            self._tools.later(self._ending)
+        elif self._over or isinstance(error, NameInUse):  # the name is that of a request that runs
+            pass
+        elif self._used is not None and not isinstance(error, NotOpened):
+            await self._give_up(self._used, self._name)
+        elif self._client is not None:  # it was never opened
+            self._client.decline(self._name, UNWANTED)
+        return handled

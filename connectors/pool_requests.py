@@ -7,18 +7,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.connectors.blocks import BlockPlaces, PoolPages, Tail
-from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_session import pool_of
-from kvferry.connectors.worker_state import UNWANTED, DaemonRequest, EngineStep, Push, end_all, run_whole
+from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, end_all, run_whole
 
 _log = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class PoolRequests:
     async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         await end_all(tasks)
 
-    def _lease(self, request: str, name: RequestName) -> AbstractAsyncContextManager[DaemonRequest]:
+    def _lease(self, request: str, name: RequestName) -> DaemonRequest:
         return self._tools.lease(request, name, self._give_up)
 
     async def _give_up(self, client: DaemonClient, name: RequestName) -> None:

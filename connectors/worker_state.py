@@ -10,8 +10,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, RequestName
 from kvferry.connectors import first_token
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, Fill, News, Save
@@ -176,37 +174,6 @@ class Push:
                 self.save = None
             self.wake.clear()
             await self.wake.wait()
-
-
-class DaemonRequest:
-    """A request of ours at the daemon, from its first word to what ends it."""
-
-    def __init__(self, client: DaemonClient | None) -> None:
-        self._client = client
-        self.used: DaemonClient | None = None
-        self.over = False
-        self.ending: Coroutine[Any, Any, None] | None = None
-
-    @property
-    def client(self) -> DaemonClient:
-        """DaemonGone where there is none."""
-        if self._client is None:
-            raise DaemonGone("no daemon answers")
-        self.used = self._client
-        return self._client
-
-    def then(self, ending: Coroutine[Any, Any, None]) -> None:
-        """Names what ends the request instead of an abort, behind the engine's back: it went well."""
-        self.ending = ending
-
-    def ended(self) -> None:
-        """It went well, and the daemon has said so."""
-        self.over = True
-
-    def decline(self, name: RequestName) -> None:
-        """Ends what was never opened."""
-        if self._client is not None:
-            self._client.decline(name, UNWANTED)
 
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, seconds: float) -> _T:

@@ -45,7 +45,10 @@ class FrameStream(asyncio.Protocol):
         """Sends them now, or behind what still waits (`unsent`). Behind `end`, or into a connection that is over, they
         go for nothing."""
         if self._transport is not None and not self._said_last:
-            self._transport.write(b"".join([part for each in messages for part in (_LENGTH.pack(len(each)), each)]))
+            if len(messages) == 1:  # most are
+                self._transport.write(_LENGTH.pack(len(messages[0])) + messages[0])
+            else:
+                self._transport.write(b"".join([_LENGTH.pack(len(each)) + each for each in messages]))
 
     @property
     def unsent(self) -> int:
