@@ -39,7 +39,7 @@ from kvferry.client.requests import (
     name_in_use,
     with_page_tokens,
 )
-from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, StreamEnd, new_hello, open_stream
+from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, new_hello, open_stream
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_AUX_BYTES, MAX_REASON_CHARS
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
@@ -80,7 +80,7 @@ class DaemonClient:
         self._broken: DaemonGone | None = None
         self._closing = False
         stream.listen(self._take)
-        stream.over.add_done_callback(self._stream_over)
+        stream.over.add_done_callback(lambda over: self._break(over.result().reason))
 
     @classmethod
     async def connect(
@@ -102,8 +102,7 @@ class DaemonClient:
         with the session, or where none comes about; see `close`. rank: of an engine whose ranks are processes: the
         daemon takes all in together, `own` and `pools` are this one's. late_ms: for which the daemon may hold back what
         this worker does not wait for (proto/worker.proto).
-        Raises HandshakeFailed when the daemon refuses, its memory cannot be mapped, or (DaemonAbsent) it is not there
-        in time.
+        Raises HandshakeFailed when the daemon refuses or its memory cannot be mapped, DaemonAbsent if there is none.
         """
         hello = new_hello(role, facts, worker, late_ms, own, rank)
         stream: Stream | None = None
@@ -260,8 +259,7 @@ class DaemonClient:
             blocks=blocks,
         )
         patience.mark(begin)
-        request = self._open(name, worker_pb2.WorkerMessage(begin=begin), tokens, deadline_s)
-        request.proceed = patience.proceed
+        self._open(name, worker_pb2.WorkerMessage(begin=begin), tokens, deadline_s).proceed = patience.proceed
 
     async def begun(self, name: RequestName) -> Begun:
         """Waits for the answer to `begin`, at most for the deadline given to it. Raises RequestFailed, DaemonGone."""
@@ -309,6 +307,10 @@ class DaemonClient:
         request = self._of(name)
         if request.failure is not None:
             raise request.failure
+
+    def fail(self, name: RequestName, error: Exception) -> None:
+        """Ends what is waited for of an open request, which is to be aborted, by this error."""
+        self._requests[name].fail(error)
 
     def check_kept(self, name: RequestName) -> None:
         """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to
@@ -439,14 +441,10 @@ class DaemonClient:
         if not self._closing and not self.gone.done():
             self.gone.set_result(self._broken)
 
-    def _stream_over(self, over: asyncio.Future[StreamEnd]) -> None:
-        self._break(over.result().reason)
-
     def _take(self, kind: str | None, event: worker_pb2.WorkerEvent) -> None:
-        if kind is None:
-            return
         if kind == "welcome":
             raise ValueError("a second Welcome")
-        name = RequestName.from_proto(getattr(event, kind).name)
-        if (request := self._requests.get(name)) is not None:  # else its Abort and this event crossed
-            request.take(kind, event)
+        if kind is not None:
+            name = RequestName.from_proto(getattr(event, kind).name)
+            if (request := self._requests.get(name)) is not None:  # else its Abort and this event crossed
+                request.take(kind, event)

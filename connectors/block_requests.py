@@ -16,10 +16,11 @@ from typing import Any
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import Ready, RequestFailed, RequestName
+from kvferry.connectors import first_token
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
-from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, run_whole
+from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, hear_nothing, run_whole
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
 
@@ -120,10 +121,13 @@ class BlockRequests:
             self._tools.reports.add_received(order.request, order.blocks)
         async with self._lease(order.request, name) as lease:
             client = lease.client
-            matched = await self._begin(client, push)
-            await self._push_chunks(client, push, matched)
-            client.aux(name, await push.aux())
-            await client.ended(name, self._tools.end_seconds)
+            sending = _Sending(self._tools, client, push, await self._begin(client, push))
+            push.hear = sending.go_on
+            try:
+                sending.go_on()
+                await client.ended(name, self._tools.end_seconds)
+            finally:
+                push.hear = hear_nothing
             lease.ended()
             self._tools.moved.pushed += 1
             return True
@@ -161,19 +165,6 @@ class BlockRequests:
                     await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 
-    async def _push_chunks(self, client: DaemonClient, push: Push, matched: int) -> None:
-        saved = matched
-        filled = () if push.fill is None or not matched else push.fill.held_blocks + push.fill.blocks
-        named = len(filled)
-        while saved < push.order.prompt.tokens:
-            save, done, end = await push.more(saved, self._blocks.page_size)
-            if save.blocks[: len(filled)] != filled[: len(save.blocks)]:
-                raise RequestFailed(common_pb2.ERROR_ABORTED, "the engine computes it in other blocks than were loaded")
-            await self._computed(done)
-            upto = max(named, -(-end // self._blocks.block_tokens))
-            client.progress(push.order.name, end, save.blocks[named:upto])
-            saved, named = end, upto
-
     async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
         """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
         if task is not None and not push.over:
@@ -201,3 +192,48 @@ class BlockRequests:
     async def _give_up(self, client: DaemonClient, name: RequestName) -> None:
         """The blocks are the engine's again when this is over; however often it is cancelled."""
         await complete(client.release(name, UNWANTED))
+
+
+class _Sending:
+    """A prompt of which the daemon is told as it is computed, and then its reply's first token: each at once, where a
+    task that waits takes another turn of the loop."""
+
+    def __init__(self, tools: RequestTools, client: DaemonClient, push: Push, matched: int) -> None:
+        self._tools = tools
+        self._client = client
+        self._push = push
+        self._saved = matched
+        fill = push.fill
+        self._filled = () if fill is None or not matched else fill.held_blocks + fill.blocks
+        self._named = len(self._filled)
+        self._told = False  # its token
+
+    def go_on(self) -> None:
+        """Says what there is to be said. An error of it ends the wait for the request's end."""
+        try:
+            self._say_computed()
+            self._say_token()
+        except Exception as error:
+            self._client.fail(self._push.order.name, error)
+
+    def _say_computed(self) -> None:
+        blocks, order = self._tools.blocks, self._push.order
+        if (more := self._push.more(self._saved, blocks.page_size)) is None:
+            return
+        save, after, end = more
+        if save.blocks[: len(self._filled)] != self._filled[: len(save.blocks)]:
+            raise RequestFailed(common_pb2.ERROR_ABORTED, "the engine computes it in other blocks than were loaded")
+        if after is not None and not self._tools.mover.is_computed(after):  # it has been waited for
+            raise RequestFailed(common_pb2.ERROR_ABORTED, "the engine's device does not compute it")
+        upto = max(self._named, -(-end // blocks.block_tokens))
+        self._client.progress(order.name, end, save.blocks[self._named : upto])
+        self._saved, self._named = end, upto
+
+    def _say_token(self) -> None:
+        push = self._push
+        if self._told or self._saved < push.order.prompt.tokens:
+            return
+        push.handed = True
+        if push.decided.is_set():
+            self._client.aux(push.order.name, first_token.blob_of(push.token))
+            self._told = True

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
 from kvferry.connectors.worker_state import UNWANTED, EngineStep, Moved, Push, Reports
 from kvferry.proto import worker_pb2
+from kvferry.threads import CallThread
 from kvferry.waiting import within
 
 CHECK_SECONDS = 0.5  # between looks whether a prompt that has no blocks yet has failed
@@ -73,7 +73,7 @@ class RequestTools:
     blocks: BlockMap
     mover: Mover
     sessions: Sessions
-    copier: Executor  # one thread
+    copier: CallThread
     reports: Reports
     moved: Moved = field(default_factory=Moved)
     behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for

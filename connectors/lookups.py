@@ -21,7 +21,7 @@ from kvferry.waiting import have_ended
 # Answers to a flush that is to be asked for again; FAILED_PRECONDITION: the host tier's file is still being read.
 NOT_FREED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 BEAT_SECONDS = 1.0  # without a beat after which the daemon is taken for gone; it beats 20 times a second
-LOOK_SECONDS = 0.25  # between looks at its beat
+LOOK_SECONDS = 0.5  # between looks at its beat
 STOP_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 

@@ -139,7 +139,7 @@ class PoolRequests:
     async def _push_chunks(self, client: DaemonClient, push: Push, matched: int, pages: Sequence[int]) -> None:
         total, saved = push.order.prompt.tokens, matched
         while saved < total:
-            save, computed, end = await push.more(saved, self._blocks.page_size)
+            save, computed, end = await push.next(saved, self._blocks.page_size)
             own = save.blocks[saved // self._blocks.block_tokens :]
             pool = pool_of(client)
             places = self._blocks.places(pool, pages, own, saved, end)

@@ -5,12 +5,10 @@ own. The engine's thread only hands orders in and takes reports out.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,7 +37,7 @@ from kvferry.connectors.pool_requests import PoolRequests
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions
 from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports, end_all, wait_for
-from kvferry.threads import name_thread
+from kvferry.threads import CallThread, name_thread
 from kvferry.waiting import have_ended
 
 STOP_SECONDS = 10.0
@@ -78,7 +76,7 @@ class WorkerSide:
         self._rank = rank
         self._settings = settings
         self._loop = new_loop()
-        self._copier = ThreadPoolExecutor(1, "kvferry copies", initializer=name_thread, initargs=("kvferry copies",))
+        self._copier = CallThread("kvferry copies")
         self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
         self._settled = asyncio.Event()
         if not mover.records:
@@ -167,7 +165,7 @@ class WorkerSide:
         if not (self._requests.awaits_computed and self._tools.mover.records):
             self._loop.call_soon_threadsafe(call, *args)
         else:
-            self._copier.submit(self._when_computed, after, call, args)
+            self._copier.submit(partial(self._when_computed, after, call, args))
 
     def _when_computed(self, after: Moment, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         try:
@@ -179,7 +177,7 @@ class WorkerSide:
 
     def _flush(self) -> None:
         """What `_behind` was given has been handed to the loop."""
-        concurrent.futures.wait([self._copier.submit(int)], PREEMPT_SECONDS)
+        self._copier.flush(PREEMPT_SECONDS)
 
     def tell(self, first: FirstToken) -> None:
         """Tells a push its reply's first token, which a later order says again."""
@@ -200,7 +198,8 @@ class WorkerSide:
             self._loop.call_soon_threadsafe(self._loop.stop)
             if have_ended([self._thread], STOP_SECONDS):
                 self._loop.close()
-        self._copier.shutdown(wait=True)
+        if not self._copier.close(STOP_SECONDS):
+            _log.warning("a copy did not end within %g s", STOP_SECONDS)
 
     def _run_loop(self) -> None:
         name_thread("kvferry requests")
@@ -276,8 +275,7 @@ class WorkerSide:
     def _save(self, saves: list[Save], done: Moment) -> None:
         for save in saves:
             if (push := self._pushes.get(save.request)) is not None and not push.over:
-                push.save, push.saved = save, done
-                push.wake.set()
+                push.computed(save, done)
 
     def _fill(self, order: Fill, step: EngineStep) -> None:
         push = self._pushes.get(order.request)

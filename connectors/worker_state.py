@@ -6,13 +6,13 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.connectors import first_token
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Begin, Fill, News, Save
+from kvferry.threads import CallThread
 from kvferry.waiting import slices
 
 UNWANTED = "the engine needs it no more"  # why a request is aborted
@@ -124,6 +124,10 @@ class EngineStep:
         self.over.set()
 
 
+def hear_nothing() -> None:
+    """Nobody hears of it at once."""
+
+
 @dataclass(slots=True, eq=False)
 class Push:
     """A prompt on its way to the daemon."""
@@ -144,6 +148,9 @@ class Push:
     over: bool = False  # nothing touches its blocks any more
     token: int | None = None  # the first of its reply
     decided: asyncio.Event = field(default_factory=asyncio.Event)  # it is known, or that there is none
+    hear: Callable[[], None] = hear_nothing
+    """Called when more of it is computed, or its token is decided: at once, where a waiting task takes another turn of
+    the loop."""
 
     @property
     def load(self) -> Begin | Fill:
@@ -155,6 +162,13 @@ class Push:
         if not self.decided.is_set():
             self.token = token
             self.decided.set()
+            self.hear()
+
+    def computed(self, save: Save, after: Moment) -> None:
+        """Says how much of it is computed, behind `after`."""
+        self.save, self.saved = save, after
+        self.wake.set()
+        self.hear()
 
     async def aux(self) -> bytes:
         """Waits for the token: the blob that names it to decode."""
@@ -162,18 +176,21 @@ class Push:
         await self.decided.wait()
         return first_token.blob_of(self.token)
 
-    async def more(self, saved: int, page_size: int) -> tuple[Save, Moment, int]:
-        """Waits until more of it than the first `saved` tokens is computed, or will be: the newest word of it, behind
-        what it is, and how many tokens there are then: whole pages, or all of them."""
-        total = self.order.prompt.tokens
-        while True:
-            if (save := self.save) is not None:
-                end = total if save.tokens >= total else save.tokens // page_size * page_size
-                if end > saved:
-                    return save, self.saved, end
-                self.save = None
+    def more(self, saved: int, page_size: int) -> tuple[Save, Moment, int] | None:
+        """Whether more of it than the first `saved` tokens is computed, or will be: the newest word of it, behind what
+        it is, and how many tokens there are then: whole pages, or all of them."""
+        save, total = self.save, self.order.prompt.tokens
+        if save is None:
+            return None
+        end = total if save.tokens >= total else save.tokens // page_size * page_size
+        return (save, self.saved, end) if end > saved else None
+
+    async def next(self, saved: int, page_size: int) -> tuple[Save, Moment, int]:
+        """Waits for `more`."""
+        while (more := self.more(saved, page_size)) is None:
             self.wake.clear()
             await self.wake.wait()
+        return more
 
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, seconds: float) -> _T:
@@ -193,12 +210,19 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def run_whole(executor: Executor, work: Callable[[], None]) -> None:
-    """Runs it there; however often the waiting task is cancelled, it is over when this is. As `waiting.complete` of
-    `run_in_executor`, which takes three turns of the loop more."""
+async def run_whole(thread: CallThread, work: Callable[[], None]) -> None:
+    """Runs it there; however often the waiting task is cancelled, it is over when this is."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
-    running = executor.submit(work)
-    running.add_done_callback(lambda _: loop.call_soon_threadsafe(over.set))
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+        loop.call_soon_threadsafe(over.set)
+
+    thread.submit(run)
     cancelled: asyncio.CancelledError | None = None
     while not over.is_set():
         try:
@@ -207,4 +231,5 @@ async def run_whole(executor: Executor, work: Callable[[], None]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-    running.result()
+    if failed:
+        raise failed[0]

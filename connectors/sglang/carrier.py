@@ -24,7 +24,7 @@ from kvferry.connectors.sglang.transfers import (
 )
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions
 from kvferry.connectors.worker_state import wait_for
-from kvferry.threads import name_thread
+from kvferry.threads import CallThread, name_thread
 from kvferry.waiting import have_ended, slices
 
 STOP_SECONDS = 10.0
@@ -54,7 +54,7 @@ class Carrier:
         self._connected = connected
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
-        self._copier = ThreadPoolExecutor(1, "kvferry steps", initializer=name_thread, initargs=("kvferry steps",))
+        self._copier = CallThread("kvferry steps")
         self._asker = ThreadPoolExecutor(ASKERS, "kvferry peers", initializer=name_thread, initargs=("kvferry peers",))
         self._teller = ThreadPoolExecutor(1, "kvferry name", initializer=name_thread, initargs=("kvferry name",))
         self._outdated = threading.Event()  # what the newest session has told is said no more
@@ -128,7 +128,8 @@ class Carrier:
                 _log.warning("the session with the daemon did not end within %g s", STOP_SECONDS)
             self._loop.call_soon_threadsafe(self._loop.stop)
             have_ended([self._thread], STOP_SECONDS)
-        self._copier.shutdown(wait=True)
+        if not self._copier.close(STOP_SECONDS):
+            _log.warning("the engine's steps did not end within %g s", STOP_SECONDS)
         self._outdated.set()
         self._teller.shutdown(wait=True, cancel_futures=True)
         self._asker.shutdown(wait=True, cancel_futures=True)

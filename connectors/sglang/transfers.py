@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import partial
@@ -23,6 +22,7 @@ from kvferry.client.requests import DaemonGone, NameInUse, NotOpened, RequestFai
 from kvferry.connectors.orders import PromptPages
 from kvferry.connectors.sglang.digests import prompt_pages
 from kvferry.connectors.worker_state import run_whole
+from kvferry.threads import CallThread
 from kvferry.waiting import complete, is_done
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Transfers:
     session: Callable[[], DaemonClient | None]
     deadline_seconds: float
     store_seconds: float
-    copier: Executor  # it waits for the engine's GPU
+    copier: CallThread  # it waits for the engine's GPU
     write_row: Callable[[int, bytes], None]
     behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for
 

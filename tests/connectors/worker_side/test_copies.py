@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,11 +174,11 @@ def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancell
     side, prompt, name = pair.sides["decode"], new_prompt(2 * PAGE), new_name()
     push(pair, "a", name, prompt, (0, 1, 2, 3))
     gate = threading.Event()
-    side._copier.submit(gate.wait, SECONDS)  # the copies wait behind it
+    side._copier.submit(partial(gate.wait, SECONDS))  # the copies wait behind it
     try:
         load = Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23))
         pair.give("decode", load, StorePages("b", new_name(), new_prompt(PAGE), (30, 31)))
-        until(lambda: side._copier._work_queue.qsize() == 2)
+        until(lambda: side._copier.waiting == 2)
         for _ in range(3):
             pair.give("decode", Cancel("a"), Cancel("b"))
             heard(side)
@@ -205,7 +206,7 @@ def a_copy_waits(side: WorkerSide) -> Iterator[Callable[[], None]]:
     side._copier.submit(hold)
     assert begun.wait(SECONDS)
     try:
-        yield lambda: until(lambda: side._copier._work_queue.qsize() == 1)
+        yield lambda: until(lambda: side._copier.waiting == 1)
     finally:
         gate.set()
 

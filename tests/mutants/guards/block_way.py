@@ -68,8 +68,8 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "blocks are named from the beginning on again",
         "connectors/block_requests.py",
-        "BlockRequests._push_chunks",
-        "save.blocks[named:upto]",
+        "_Sending._say_computed",
+        "save.blocks[self._named : upto]",
         "save.blocks[:upto]",
         BLOCKS_WAY,
     ),
