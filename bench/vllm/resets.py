@@ -1,10 +1,11 @@
 """Engines whose caches are reset, as when their weights change: a pair through kvferry, token for token against one
 vLLM without a connector. The weights stay as they are, and so must the answers; what is shown is how pages are named.
 
-python bench/vllm/resets.py [--ranks 2:2] [--output FILE]
+python bench/vllm/resets.py [--ranks 2:2] [--sleep] [--output FILE]
 
 VLLM_PYTHON says which vLLM, as in cluster.py. Both engines have so few blocks that the daemons beside them keep most of
-the chats. vLLM for CPUs has no sleep mode (`/sleep` is a pause there), so that no memory is taken away.
+the chats. --sleep, on GPUs: engines that sleep and are woken, their KV caches taken away meanwhile. vLLM for CPUs has
+no sleep mode (`/sleep` is a pause there).
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Run:
     async def post(self, side: str, path: str) -> tuple[int, Any]:
         async with new_client() as client:
             answer = await client.post(self.cluster.engines[side].url + path)
-        return answer.status_code, answer.json()
+        return answer.status_code, answer.json() if answer.content else None
 
     async def reset(self, name: str, *sides: str) -> None:
         """At rest, one after the other."""
@@ -152,7 +153,13 @@ class Run:
             answer = await self.post(side, RESET)
             self.expect(answer == (200, {"success": True}), f"{side} answers with {answer}")
 
-    async def while_decode_computes(self, name: str, path: str, want: dict[str, object]) -> None:
+    async def wake(self, side: str) -> None:
+        async with new_client() as client:
+            asleep = (await client.get(self.cluster.engines[side].url + "/is_sleeping")).json()
+        self.expect(asleep == {"is_sleeping": True}, f"{side} does not sleep: {asleep}")
+        self.expect(await self.post(side, "/wake_up") == (200, None), f"{side} is not woken")
+
+    async def while_decode_computes(self, name: str, path: str, want: dict[str, object] | None) -> None:
         self.tell(f"POST {path} to decode while it computes, to {name!r}")
         self.name(name)
 
@@ -169,6 +176,8 @@ class Run:
                 self.expect(not (await asyncio.wait((task,), timeout=3.0))[0], "decode goes on in the pause")
             if "pause" in path:
                 await self.post("decode", "/resume")
+            if "sleep" in path:
+                await self.wake("decode")
 
         await self.ask("long answers", LONG, beside, cut="abort" in path)
 
@@ -187,6 +196,24 @@ class Run:
         refused = sum(status == 500 and LOADED in str(told) for status, told in answers)
         self.tell(f"  of {len(answers)} resets {done} succeeded, {busy} found blocks in use, {refused} a prompt loaded")
         self.expect(done + busy + refused == len(answers), f"others were answered: {answers}")
+
+    async def sleeps(self) -> None:
+        self.tell("as started")
+        await self.ask_anew()
+        await self.ask_twice()
+        self.tell("both sleep at rest, and are woken")
+        self.name("run 4, step 1")
+        for side in SIDES:
+            self.expect(await self.post(side, "/sleep?level=1") == (200, None), f"{side} does not go to sleep")
+        for side in SIDES:
+            await self.wake(side)
+        await self.ask_anew()
+        await self.ask_twice()
+        for number, mode in enumerate(("wait", "abort")):
+            await self.while_decode_computes(f"run 5, step {number}", f"/sleep?level=1&mode={mode}", None)
+            self.expect((await self.post("prefill", "/sleep?level=1"))[0] == 200, "prefill does not go to sleep")
+            await self.wake("prefill")
+            await self.ask_anew()
 
     async def steps(self) -> None:
         self.tell("as started")
@@ -221,6 +248,7 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    parser.add_argument("--sleep", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     ranks = ranks_of(args.ranks)
@@ -233,6 +261,8 @@ def main() -> int:
         files = {name: Path(folder) / f"{name}-weights" for name in SIDES}
         own = {name: {"weights_file": str(path)} for name, path in files.items()}
         spec = Spec(decode_blocks=BLOCKS, prefill_blocks=BLOCKS, extra=PATIENT, extra_of=own, ranks=ranks)
+        if args.sleep:
+            spec = replace(spec, flags=(*spec.flags, "--enable-sleep-mode"))
         with Cluster(spec) as cluster:
             cluster.kvferry()
             run = Run(cluster, files, references)
@@ -240,7 +270,7 @@ def main() -> int:
                 f"{machine()}; vLLM {version_of(PYTHON)}; ranks {args.ranks}; "
                 f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
             )
-            asyncio.run(run.steps())
+            asyncio.run(run.sleeps() if args.sleep else run.steps())
             urls = [engine.url + "/health" for engine in cluster.engines.values()]
             healths = [httpx.get(url, trust_env=False, timeout=30.0).status_code for url in urls]
             run.expect(healths == [200, 200], f"the engines' health is {healths}")
