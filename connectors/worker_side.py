@@ -5,7 +5,7 @@ own. The engine's thread only hands orders in and takes reports out.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import inspect
 import logging
 import threading
@@ -38,7 +38,7 @@ from kvferry.connectors.orders import (
 from kvferry.connectors.pool_requests import PoolRequests
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions
-from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports, end_all, wait_for
+from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports, end_all, run_whole, wait_for
 from kvferry.threads import name_thread
 from kvferry.waiting import have_ended
 
@@ -178,21 +178,23 @@ class WorkerSide:
         self._loop.call_soon_threadsafe(call, *args)
 
     def _flush(self) -> None:
-        """What `_behind` was given has been handed to the loop."""
-        concurrent.futures.wait([self._copier.submit(int)], PREEMPT_SECONDS)
+        """What `_behind` was given has been handed to the loop. Raises TimeoutError."""
+        wait_for(run_whole(self._copier, int), self._loop, PREEMPT_SECONDS)
 
     def tell(self, first: FirstToken) -> None:
         """Tells a push its reply's first token, which a later order says again."""
         self._loop.call_soon_threadsafe(self._decide, first)
 
     def give_up(self) -> None:
-        """Ends everything that was ordered, reported as ever. When this returns nothing touches a block."""
+        """Ends everything that was ordered, reported as ever. When this returns nothing touches a block. Raises
+        TimeoutError."""
         self._flush()
         wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._flush()
+            with contextlib.suppress(TimeoutError):  # else the device is lost, and what was ordered never begins
+                self._flush()
             try:
                 wait_for(self._sessions.close(), self._loop, STOP_SECONDS)
             except TimeoutError:

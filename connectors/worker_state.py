@@ -226,7 +226,7 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def run_whole(executor: Executor, work: Callable[[], None]) -> None:
+async def run_whole(executor: Executor, work: Callable[[], object]) -> None:
     """Runs it there; however often the waiting task is cancelled, it is over when this is. As `waiting.complete` of
     `run_in_executor`, which takes three turns of the loop more."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()

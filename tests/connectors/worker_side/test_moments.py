@@ -126,6 +126,19 @@ def test_what_is_given_up_is_not_begun_afterwards(pair: SlowPair) -> None:
     assert pair.sides["decode"].reports.take_bad() == set(OURS)
 
 
+def test_an_engine_that_cannot_give_up_what_it_ordered_is_told(pair: SlowPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would sleep, its blocks taken away, and the order begin behind that."""
+    mover = pair.mover("decode")
+    monkeypatch.setattr("kvferry.connectors.worker_side.PREEMPT_SECONDS", 0.3)
+    mover.there.clear()
+    pair.give("decode", Load("g", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
+    with pytest.raises(TimeoutError, match="not over within 0.3 s"):
+        pair.sides["decode"].give_up()
+    pair.give("decode", Cancel("g"))
+    mover.there.set()
+    assert received(pair.sides["decode"], "g") == set(OURS)
+
+
 def test_a_device_that_is_lost_fails_requests_and_no_thread(pair: SlowPair) -> None:
     mover = pair.mover("decode")
     mover.broken = True
