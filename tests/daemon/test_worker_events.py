@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvferry.client.one_rank import OneRank
 from kvferry.daemon.services.worker_events import MOST_LATE, Telling
 from kvferry.proto import common_pb2
 from kvferry.proto import worker_pb2 as wire
@@ -144,6 +145,23 @@ def test_the_end_of_a_try_gives_its_blocks_back_whatever_the_next_one_is() -> No
         told.telling.hears("abort", wire.WorkerMessage(abort=wire.Abort(name=name(1))))
         told.telling.hears("admit", wire.WorkerMessage(admit=wire.Admit(name=again, tokens=96)))
         assert await told.tells(ended(1), within=5 * LATE) == [["ended"]]
+        await told.end()
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_of_an_engine_hears_the_same_late(rank: int) -> None:
+    async def story() -> None:
+        told = Told(LATE / 10, in_blocks=True)
+        admit = wire.Admit(name=name(1), tokens=96, held_tokens=64)
+        begin = wire.Begin(name=name(2), tokens=96, patience=wire.PATIENCE_NONE)
+        for message in (wire.WorkerMessage(admit=admit), wire.WorkerMessage(begin=begin)):
+            own = OneRank(rank, 2, "engine", common_pb2.ROLE_DECODE).opening(message)
+            told.telling.hears(str(own.WhichOneof("kind")), own)
+        assert await told.tells(admitted(1), begun(2), ended(1), within=LATE) == []
+        assert await told.tells(ready(3)) == [["admitted", "begun", "ended", "ready"]]
         await told.end()
 
     asyncio.run(story())
