@@ -117,6 +117,7 @@ class Moved:
 class EngineStep:
     """One of the engine's, for the orders that came with it."""
 
+    number: int  # of those that came with orders
     begun: Moment  # what the engine had begun before it
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its forward pass has been begun, to its end
     done: Moment = None  # then: it, and what was before it
@@ -131,6 +132,7 @@ class Push:
     """A prompt on its way to the daemon."""
 
     order: Begin
+    since: int  # number of the step that it came with
     begun: Moment  # what the engine had begun before it
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     fill: Fill | None = None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvferry.connectors.movers import HostMover, Moment
-from kvferry.connectors.orders import Begin, Cancel, FirstToken, Forget, Load, Orders, Release, Save, StorePages
+from kvferry.connectors.orders import Begin, Cancel, Drop, FirstToken, Forget, Load, Orders, Release, Save, StorePages
 from tests.connectors.worker_side.block_pair import BlockPair, SharedEngine
-from tests.connectors.worker_side.engine_pair import PAGE, PER_PAGE, new_name, new_prompt, received, sent, until
+from tests.connectors.worker_side.engine_pair import PAGE, PER_PAGE, heard, new_name, new_prompt, received, sent, until
 from tests.connectors.worker_side.next_turn import up
 from tests.support.devices import DeviceStack
 
@@ -111,6 +111,26 @@ def test_the_daemon_hears_of_a_load_behind_what_may_use_its_blocks_and_of_its_en
     soon = pair.settings("decode").deadline_seconds / 2  # else the load has not heard of its end
     assert received(pair.sides["decode"], "b", soon) == set(OURS)
     until(lambda: pair.at_rest("decode"))
+
+
+def test_what_one_has_computed_is_not_another_ones_of_the_same_id(pair: SlowPair) -> None:
+    """A client's second request may have the id of its first, which it gave up."""
+    mover, side = pair.mover("prefill"), pair.sides["prefill"]
+    mover.there.clear()
+    pair.give("prefill", Begin("h", new_name(), new_prompt(PAGE)), Save("h", PAGE, OURS))
+    pair.give("prefill", Drop("h"))
+    sent(side, "h")
+    prompt, name = new_prompt(PAGE), new_name()
+    pair.give("prefill", Begin("h", name, prompt))
+    until(lambda: requests(pair, "prefill"))
+    mover.there.set()
+    side._flush()
+    heard(side)
+    pair.give("prefill", Save("h", PAGE, THEIRS), Release("h", 5))
+    pair.give("decode", Load("h", name, prompt, "p", 0, (), OURS))
+    assert received(pair.sides["decode"], "h") == set()
+    sent(side, "h")
+    assert all(pair.of("prefill").block(a) == pair.of("decode").block(b) for a, b in zip(THEIRS, OURS, strict=True))
 
 
 def test_what_is_given_up_is_not_begun_afterwards(pair: SlowPair) -> None:

@@ -35,6 +35,14 @@ GUARDS: tuple[Guard, ...] = (
         MOMENTS,
     ),
     Guard(
+        "what was computed for another of the same id is sent",
+        "connectors/worker_side.py",
+        "WorkerSide._save",
+        " and push.since <= step",
+        "",
+        MOMENTS,
+    ),
+    Guard(
         "blocks are given back while the daemon may write them",
         "client/client.py",
         "DaemonClient.release",
