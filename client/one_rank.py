@@ -32,13 +32,15 @@ class OneRank:
         return own, rank_geometry(geometry, self.ranks)
 
     def opening(self, message: worker_pb2.WorkerMessage) -> worker_pb2.WorkerMessage:
-        """This rank's part of an Admit or Begin: of all but rank 0 what the daemon needs to answer it."""
+        """This rank's part of an Admit or Begin: of all but rank 0 what says which answers it waits for."""
         if self.rank == 0:
             return message
         if message.WhichOneof("kind") == "admit":
-            own = worker_pb2.Admit(name=message.admit.name, held_tokens=message.admit.held_tokens)
+            admit = message.admit
+            own = worker_pb2.Admit(name=admit.name, tokens=admit.tokens, held_tokens=admit.held_tokens)
             return worker_pb2.WorkerMessage(admit=own)
-        return worker_pb2.WorkerMessage(begin=worker_pb2.Begin(name=message.begin.name))
+        begin = worker_pb2.Begin(name=message.begin.name, patience=message.begin.patience)
+        return worker_pb2.WorkerMessage(begin=begin)
 
     def refusal(self, name: common_pb2.RequestName, reason: str) -> tuple[worker_pb2.WorkerMessage, ...]:
         """What says that this rank takes no part in a request."""

@@ -70,8 +70,9 @@ class OpenRequest:
             _resolve(self.released, None)
         elif kind == "failed":
             error = event.failed.error
-            self.failure = RequestFailed(error.code, error.message, error.of_prefill)
-            self.fail(self.failure)
+            if self.failure is None:  # else the daemon answers what crossed it
+                self.failure = RequestFailed(error.code, error.message, error.of_prefill)
+                self.fail(self.failure)
 
     def lose(self, error: Exception) -> None:
         """Nothing more comes of it."""

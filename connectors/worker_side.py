@@ -5,6 +5,7 @@ own. The engine's thread only hands orders in and takes reports out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
@@ -88,6 +89,7 @@ class WorkerSide:
         self._pushes: dict[str, Push] = {}
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
         self._loading = False  # blocks were ever given to a load or a store; then orders keep behind it
+        self._steps = 0  # that came with orders
         self._saves: list[Save] = []  # of the step under way
         self._step: EngineStep | None = None  # it, where it came with other orders
         self.awaits_step = False
@@ -120,11 +122,12 @@ class WorkerSide:
             wait_for(self._preempt(orders.preempted), self._loop, PREEMPT_SECONDS)
         if not orders.orders:
             return
+        self._steps += 1
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
         now: list[Order] = [each for each in orders.orders if not (isinstance(each, Save) or self._is_told(each))]
         self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
         if now:
-            step = EngineStep(self._tools.mover.moment() if any(map(_uses_blocks, now)) else None)
+            step = EngineStep(self._steps, self._tools.mover.moment() if any(map(_uses_blocks, now)) else None)
             # Blocks that a request holds may be another's that are computed in this very step.
             self._step = step if any(isinstance(order, (Load, Fill)) and order.held_blocks for order in now) else None
             self._loading = self._loading or step.begun is not None
@@ -157,7 +160,7 @@ class WorkerSide:
         if step is not None:
             self._behind(done, step.ended, done)
         if saves:
-            self._behind(done, self._save, saves, done)
+            self._behind(done, self._save, saves, self._steps, done)
 
     def _behind(self, after: Moment, call: Callable[..., None], *args: Any) -> None:
         """Calls it on the loop. Where requests wait for what was begun before `after`, that is waited for first: the
@@ -176,21 +179,24 @@ class WorkerSide:
         self._loop.call_soon_threadsafe(call, *args)
 
     def _flush(self) -> None:
-        """What `_behind` was given has been handed to the loop."""
-        self._copier.flush(PREEMPT_SECONDS)
+        """What `_behind` was given has been handed to the loop. Raises TimeoutError."""
+        if not self._copier.flush(PREEMPT_SECONDS):
+            raise TimeoutError(f"what the engine had begun is not computed within {PREEMPT_SECONDS:g} s")
 
     def tell(self, first: FirstToken) -> None:
         """Tells a push its reply's first token, which a later order says again."""
         self._loop.call_soon_threadsafe(self._decide, first)
 
     def give_up(self) -> None:
-        """Ends everything that was ordered, reported as ever. When this returns nothing touches a block."""
+        """Ends everything that was ordered, reported as ever. When this returns nothing touches a block. Raises
+        TimeoutError."""
         self._flush()
         wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._flush()
+            with contextlib.suppress(TimeoutError):  # else the device is lost, and what was ordered never begins
+                self._flush()
             try:
                 wait_for(self._sessions.close(), self._loop, STOP_SECONDS)
             except TimeoutError:
@@ -225,7 +231,7 @@ class WorkerSide:
             elif isinstance(order, StorePages):
                 self._run(order.request, self._requests.store(order, step.begun), partial(self._stored, order))
             elif isinstance(order, Begin):
-                push = self._pushes[order.request] = Push(order, step.begun, received=not order.blocks)
+                push = self._pushes[order.request] = Push(order, step.number, step.begun, received=not order.blocks)
                 push.copying.set()
                 self._run(order.request, self._requests.push(push), partial(self._pushed, push))
             elif isinstance(order, Fill):
@@ -272,9 +278,10 @@ class WorkerSide:
         """Reports a load: nothing writes into its blocks any more; the first `good` of them are as they should be."""
         self.reports.add_received(order.request, order.blocks[good or 0 :])
 
-    def _save(self, saves: list[Save], done: Moment) -> None:
+    def _save(self, saves: list[Save], step: int, done: Moment) -> None:
         for save in saves:
-            if (push := self._pushes.get(save.request)) is not None and not push.over:
+            push = self._pushes.get(save.request)
+            if push is not None and push.since <= step and not push.over:  # else it is of one that had this id before
                 push.computed(save, done)
 
     def _fill(self, order: Fill, step: EngineStep) -> None:

@@ -115,6 +115,7 @@ class Moved:
 class EngineStep:
     """One of the engine's, for the orders that came with it."""
 
+    number: int  # of those that came with orders
     begun: Moment  # what the engine had begun before it
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its forward pass has been begun, to its end
     done: Moment = None  # then: it, and what was before it
@@ -133,6 +134,7 @@ class Push:
     """A prompt on its way to the daemon."""
 
     order: Begin
+    since: int  # number of the step that it came with
     begun: Moment  # what the engine had begun before it
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     fill: Fill | None = None
@@ -210,7 +212,7 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def run_whole(thread: CallThread, work: Callable[[], None]) -> None:
+async def run_whole(thread: CallThread, work: Callable[[], object]) -> None:
     """Runs it there; however often the waiting task is cancelled, it is over when this is."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     failed: list[BaseException] = []

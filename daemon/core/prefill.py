@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import TransferCounters
-from kvferry.daemon.core.effects import Effect, EndSend, FailAsk, Outbox, SendProgress, ZeroTail
+from kvferry.daemon.core.effects import Effect, EndSend, FailAsk, Outbox
 from kvferry.daemon.core.errors import (
     RequestError,
     aborted,
@@ -157,36 +157,17 @@ class PrefillCore:
         entry, prompt = self._table.prompt_of(worker, name)
         if entry.told:
             return
-        if entry.worker_done:
+        if entry.worker_done or prompt.aux is not None:
             raise precondition(f"name {name} is out of the worker's hands: progress comes before aux or abort")
-        if entry.queued or not prompt.computed <= tokens <= prompt.tokens:
-            self._keeper.fail(
-                entry, invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
-            )
-            self._pump(now)
-            return
-        if error := self._keeper.name_blocks(prompt, blocks, tokens):
+        if error := self._keeper.objection(entry, blocks, tokens):
             self._keeper.fail(entry, error)
             self._pump(now)
             return
         had = max(prompt.computed, prompt.engine_held * self.cache.page_size)
         self._keeper.speed.progress(max(0, tokens - had), now)
         prompt.computed = tokens
-        page_size = self.cache.page_size
-        full, partial = divmod(tokens, page_size)
-        ready = full
-        if tokens == prompt.tokens and partial:
-            ready += 1
-            if ready > prompt.pages_ready:
-                entry.zeroing = True
-                self._outbox.put(ZeroTail(name, prompt.pages[full], partial))
-        if prompt.keep:
-            self._keeper.publish(prompt, full)
-        if ready > prompt.pages_ready:
-            prompt.pages_ready = ready
-            for number in sorted(entry.sends):
-                assert entry.session is not None
-                self._outbox.put(SendProgress(entry.session, number, ready))
+        if not entry.queued:
+            self._keeper.computed(entry)
         self._pump(now)
 
     def fetch(self, worker: int, name: Name, request: wire.Fetch, now: float) -> None:
@@ -207,21 +188,19 @@ class PrefillCore:
         if entry.told:
             self.abort(worker, name, now)  # it crossed Failed on the way
             return
-        if entry.worker_done:
+        if entry.worker_done or prompt.aux is not None:
             raise precondition(f"name {name} is out of the worker's hands: aux comes once, and not behind abort")
         if len(blob) > MAX_AUX_BYTES:
             self._keeper.fail(entry, invalid(f"blob has {len(blob)} bytes; the bound is {MAX_AUX_BYTES}"))
-        elif entry.queued or prompt.computed != prompt.tokens:
+        elif (entry.queued and not prompt.is_ahead) or prompt.computed != prompt.tokens:
             self._keeper.fail(
                 entry, precondition(f"aux follows progress to {prompt.tokens} tokens, not {prompt.computed}")
             )
         else:
             prompt.aux = blob
-            entry.move(EntryState.COMPUTED)
             self._keeper.speed.ends(entry)
-            self._sends.open_asks(entry)
-            self._keeper.send_aux(entry)
-            self._keeper.settle(entry)
+            if not entry.queued:
+                self._keeper.handed_in(entry)
         self._pump(now)
 
     def stow(self, worker: int, name: Name, now: float, *, can: bool = True) -> None:

@@ -16,6 +16,8 @@ from kvferry.daemon.core.effects import (
     OpenSend,
     Outbox,
     SendAux,
+    SendProgress,
+    ZeroTail,
 )
 from kvferry.daemon.core.errors import (
     RequestError,
@@ -221,10 +223,11 @@ class EntryKeeper:
         assert prompt is not None
         hold, page_size = prompt.hold, self._cache.page_size
         prompt.tree_pages = prompt.pages_ready = hold.matched
-        prompt.computed = hold.matched * page_size
-        host = hold.host_matched * page_size
-        self.counters.lookup(prompt.tokens, prompt.computed, host)
-        hold.namespace.looked_up(prompt.tokens, prompt.computed, host)
+        matched, host = hold.matched * page_size, hold.host_matched * page_size
+        if not prompt.is_ahead:
+            prompt.computed = matched
+        self.counters.lookup(prompt.tokens, matched, host)
+        hold.namespace.looked_up(prompt.tokens, matched, host)
         if not self.fetches.take(entry):
             self._begin(entry)
 
@@ -233,14 +236,55 @@ class EntryKeeper:
         prompt = entry.prompt
         assert prompt is not None
         entry.move(EntryState.COMPUTING)
-        self.speed.begins(entry, self._cache.clock.now)
-        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=prompt.computed)
+        if prompt.aux is None:
+            self.speed.begins(entry, self._cache.clock.now)
+        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=0 if prompt.is_ahead else prompt.computed)
         if prompt.blocks is not None:
             self._bind(prompt, range(len(prompt.pages)))
         else:
             begun.pages.extend(prompt.pages)
         self._outbox.tell(prompt.worker, wire.WorkerEvent(begun=begun))
+        if prompt.is_ahead:
+            self.computed(entry)
+        if prompt.aux is None:
+            self._sends.open_asks(entry)
+        else:
+            self.handed_in(entry)
+
+    def objection(self, entry: Entry, blocks: Sequence[int], tokens: int) -> RequestError | None:
+        """Why the prompt's first `tokens` tokens cannot be computed by now; else `blocks` are more of its engine's,
+        where it names them."""
+        prompt = entry.prompt
+        assert prompt is not None
+        if (entry.queued and not prompt.is_ahead) or not prompt.computed <= tokens <= prompt.tokens:
+            return invalid(f"tokens is {tokens}; it must be {prompt.computed} to {prompt.tokens}, after Begun")
+        return self.name_blocks(prompt, blocks, tokens)
+
+    def computed(self, entry: Entry) -> None:
+        """More of the prompt is computed, whose pages its worker knows."""
+        prompt = entry.prompt
+        assert prompt is not None
+        full, partial = divmod(prompt.computed, self._cache.page_size)
+        ready = full
+        if prompt.computed == prompt.tokens and partial:
+            ready += 1
+            if ready > prompt.pages_ready:
+                entry.zeroing = True
+                self._outbox.put(ZeroTail(entry.name, prompt.pages[full], partial))
+        if prompt.keep:
+            self.publish(prompt, full)
+        if ready > prompt.pages_ready:
+            prompt.pages_ready = ready
+            for number in sorted(entry.sends):
+                assert entry.session is not None
+                self._outbox.put(SendProgress(entry.session, number, ready))
+
+    def handed_in(self, entry: Entry) -> None:
+        """The worker has said its last word, and all of the prompt is in its pages."""
+        entry.move(EntryState.COMPUTED)
         self._sends.open_asks(entry)
+        self.send_aux(entry)
+        self.settle(entry)
 
     def refusal(self, entry: Entry | None, name: Name, request: wire.Begin, most: int) -> RequestError | None:
         """Why a checked Begin cannot be taken."""
@@ -269,7 +313,7 @@ class EntryKeeper:
 
     def _bind(self, prompt: BegunPrompt, pages: range) -> None:
         assert prompt.blocks is not None
-        if pages:
+        if pages and prompt.pages:  # else they are when it has some
             ids = tuple(prompt.pages[pages.start : pages.stop])
             self._outbox.put(BindPages(ids, prompt.blocks.of_pages(pages)))
 

@@ -86,7 +86,7 @@ class BegunPrompt:
     # Of its pages, those that are not the tree's: where another was first, then all behind `tree_pages`.
     private: list[int] = field(default_factory=list)
     tree_pages: int = 0  # leading digests that are in the tree and under the lock
-    computed: int = 0  # tokens
+    computed: int = 0  # tokens, before there are pages, too, where it `is_ahead`
     pages_ready: int = 0
     aux: bytes | None = None
     rows: list[int] = field(default_factory=list)  # of the host tier, that have all of it: no page of the pool does
@@ -95,6 +95,11 @@ class BegunPrompt:
     patience: wire.Patience = wire.PATIENCE_PAGES
     engine_held: int = 0  # leading full pages that its engine has itself
     followed: bool = False  # it has waited for another's fetch
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its worker, which computes in blocks of its own, waits for no Begun."""
+        return self.blocks is not None and self.patience == wire.PATIENCE_NONE
 
     @property
     def pages(self) -> list[int]:

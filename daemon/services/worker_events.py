@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
+from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 
 MAX_LATE_MS = 1000
 MOST_LATE = 256  # events that wait together
 UNAWAITED_SECONDS = 0.5  # the same, of what an engine with blocks of its own has no use for
+
+_Name: TypeAlias = tuple[bytes, int]
 
 
 class Telling:
@@ -32,8 +36,8 @@ class Telling:
         self._late_seconds = late_seconds
         self._write = write
         self._in_blocks = in_blocks
-        self._waits: set[bytes] = set()  # ids of requests whose Admitted the worker waits for
-        self._unawaited: set[bytes] = set()  # and of those whose Begun or Ended it has no use for
+        self._waits: set[_Name] = set()  # requests whose Admitted the worker waits for
+        self._unawaited: set[_Name] = set()  # and those whose Begun or Ended it has no use for
 
     def hears(self, kind: str, message: wire.WorkerMessage) -> None:
         """Notes what the worker says, before it is answered."""
@@ -42,13 +46,13 @@ class Telling:
         if kind == "admit":
             admit = message.admit
             if admit.held_blocks or (admit.held_tokens and not self._in_blocks):
-                self._waits.add(admit.name.request_id)
+                self._waits.add(_name(admit.name))
             if self._in_blocks and admit.held_tokens < admit.tokens:  # else its end gives blocks back
-                self._unawaited.add(admit.name.request_id)
+                self._unawaited.add(_name(admit.name))
         elif kind == "begin" and self._in_blocks and message.begin.patience == wire.PATIENCE_NONE:
-            self._unawaited.add(message.begin.name.request_id)
+            self._unawaited.add(_name(message.begin.name))
         elif kind == "abort":
-            self._unawaited.discard(message.abort.name.request_id)
+            self._unawaited.discard(_name(message.abort.name))
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -83,20 +87,24 @@ class Telling:
             return 0.0
         kind = event.WhichOneof("kind")
         if kind == "admitted":
-            request: bytes = event.admitted.name.request_id
+            request = _name(event.admitted.name)
             waits = request in self._waits
             self._waits.discard(request)
             return 0.0 if waits else UNAWAITED_SECONDS if self._in_blocks else self._late_seconds
         if kind == "begun":
-            request = event.begun.name.request_id
+            request = _name(event.begun.name)
             unawaited = request in self._unawaited
             self._unawaited.discard(request)  # its Ended gives blocks back
             return UNAWAITED_SECONDS if unawaited else 0.0
         if kind in ("ended", "failed"):
-            request = getattr(event, kind).name.request_id
+            request = _name(getattr(event, kind).name)
             unawaited = request in self._unawaited
             self._waits.discard(request)
             self._unawaited.discard(request)
             if kind == "ended":
                 return UNAWAITED_SECONDS if unawaited else self._late_seconds
         return 0.0
+
+
+def _name(message: common.RequestName) -> _Name:
+    return message.request_id, message.attempt

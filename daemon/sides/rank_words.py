@@ -56,9 +56,13 @@ class _Request:
     late: bool = False  # nobody waits any more for ranks that have not opened it
 
     def fail(self, error: RequestError) -> list[Word]:
-        """Tells it to the ranks that have it open."""
+        """Tells it to the ranks that have it open, or wait for the end of what they handed in and nobody has."""
         self.failure = error
-        return [_failed(rank, self.name, error) for rank in sorted(self.opened - self.last.keys())]
+        told = [rank for rank in sorted(self.opened) if rank not in self.last or self._is_vain(rank)]
+        return [_failed(rank, self.name, error) for rank in told]
+
+    def _is_vain(self, rank: int) -> bool:
+        return not self.passed and self.last[rank].kind == "aux"
 
 
 @dataclass(slots=True)
@@ -176,8 +180,8 @@ class RankWords:
     def _progress(
         self, rank: int, request: _Request, name: common.RequestName, progress: wire.Progress
     ) -> Sequence[Word]:
-        if not request.passed or rank in request.last:
-            return [_failed(rank, name, precondition("progress before all ranks have opened it, or behind the end"))]
+        if rank in request.last:
+            return [_failed(rank, name, precondition("progress behind the end"))]
         request.progress[rank] = progress.tokens
         if rank == 0:
             request.blocks += progress.blocks

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvferry.waiting import have_ended
+from kvferry.waiting import have_ended, slices
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class CallThread:
         self._calls.put(call)
 
     def flush(self, seconds: float) -> bool:
-        """Whether all that it was given has been made within so long."""
+        """Whether all that it was given has been made within so long, by `slices`."""
         made = threading.Event()
         self.submit(made.set)
-        return made.wait(seconds)
+        return any(made.wait(part) for part in slices(seconds))
 
     def close(self, seconds: float) -> bool:
         """Whether it has ended within so long, behind all that it was given. Idempotent."""

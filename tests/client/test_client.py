@@ -120,6 +120,25 @@ def test_failed_raises_in_waiters_and_is_answered_by_abort(tmp_path: Path) -> No
     session(tmp_path, scenario)
 
 
+def test_the_first_failure_is_the_reason(tmp_path: Path) -> None:
+    """What a worker said before it heard of that is answered with another one."""
+
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        request = name()
+        daemon.override["begin"] = lambda message: []
+        client.begin(request, digests=bytes(64), tokens=9, tail_digest=bytes(32), deadline_s=5)
+        await daemon.wait_for("begin")
+        daemon.fail(request.to_proto(), common_pb2.ERROR_UNAVAILABLE, "the daemon is shutting down")
+        daemon.fail(request.to_proto(), common_pb2.ERROR_FAILED_PRECONDITION, "not a running request")
+        await admit(client, name())  # both have come
+        with pytest.raises(RequestFailed, match="shutting down"):
+            client.check(request)
+        with pytest.raises(RequestFailed, match="shutting down"):
+            await client.begun(request)
+
+    session(tmp_path, scenario)
+
+
 def test_events_for_a_name_that_is_over_are_ignored(tmp_path: Path) -> None:
     async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
         request = name()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvferry.client.one_rank import OneRank
 from kvferry.daemon.services.worker_events import MOST_LATE, Telling
 from kvferry.proto import common_pb2
 from kvferry.proto import worker_pb2 as wire
@@ -100,6 +101,13 @@ def begun(number: int) -> wire.WorkerEvent:
     return wire.WorkerEvent(begun=wire.Begun(name=name(number)))
 
 
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine has no use for comes with what is next, and not before, however loaded the host is."""
+    monkeypatch.setattr("kvferry.daemon.services.worker_events.UNAWAITED_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("never")
 def test_an_engine_with_blocks_hears_what_it_has_no_use_for_with_what_is_next() -> None:
     async def story() -> None:
         told = Told(LATE / 10, in_blocks=True)
@@ -113,16 +121,47 @@ def test_an_engine_with_blocks_hears_what_it_has_no_use_for_with_what_is_next() 
         assert await told.tells(ended(1), within=LATE) == []
         # a prompt handed in, and one that is given up: their blocks come back
         said("admit", wire.WorkerMessage(admit=wire.Admit(name=name(3), tokens=64, held_tokens=64)))
-        assert await told.tells(ended(3), within=LATE / 2) == [["ended", "ended"]]
+        assert await told.tells(ended(3), within=5 * LATE) == [["ended", "ended"]]
         said("abort", wire.WorkerMessage(abort=wire.Abort(name=name(2))))
-        assert await told.tells(ended(2), within=LATE / 2) == [["ended"]]
+        assert await told.tells(ended(2), within=5 * LATE) == [["ended"]]
         # a prompt to be sent: of no use is Begun, where nothing is waited for
         said("begin", wire.WorkerMessage(begin=wire.Begin(name=name(4), patience=wire.PATIENCE_NONE)))
         said("begin", wire.WorkerMessage(begin=wire.Begin(name=name(5))))
         assert await told.tells(begun(4), within=LATE) == []
         assert await told.tells(begun(5)) == [["begun", "begun"]]
-        assert await told.tells(ended(4), within=LATE / 2) == [["ended"]]
+        assert await told.tells(ended(4), within=5 * LATE) == [["ended"]]
         assert not (told.telling._waits or told.telling._unawaited)
+        await told.end()
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("never")
+def test_the_end_of_a_try_gives_its_blocks_back_whatever_the_next_one_is() -> None:
+    async def story() -> None:
+        told = Told(LATE / 10, in_blocks=True)
+        again = common_pb2.RequestName(request_id=name(1).request_id, attempt=2)
+        told.telling.hears("admit", wire.WorkerMessage(admit=wire.Admit(name=name(1), tokens=96)))
+        told.telling.hears("abort", wire.WorkerMessage(abort=wire.Abort(name=name(1))))
+        told.telling.hears("admit", wire.WorkerMessage(admit=wire.Admit(name=again, tokens=96)))
+        assert await told.tells(ended(1), within=5 * LATE) == [["ended"]]
+        await told.end()
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("never")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_of_an_engine_hears_the_same_late(rank: int) -> None:
+    async def story() -> None:
+        told = Told(LATE / 10, in_blocks=True)
+        admit = wire.Admit(name=name(1), tokens=96, held_tokens=64)
+        begin = wire.Begin(name=name(2), tokens=96, patience=wire.PATIENCE_NONE)
+        for message in (wire.WorkerMessage(admit=admit), wire.WorkerMessage(begin=begin)):
+            own = OneRank(rank, 2, "engine", common_pb2.ROLE_DECODE).opening(message)
+            told.telling.hears(str(own.WhichOneof("kind")), own)
+        assert await told.tells(admitted(1), begun(2), ended(1), within=LATE) == []
+        assert await told.tells(ready(3)) == [["admitted", "begun", "ended", "ready"]]
         await told.end()
 
     asyncio.run(story())

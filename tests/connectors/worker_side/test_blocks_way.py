@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, StorePages
+from kvferry.daemon.memory.block_table import SHARING
 from tests.connectors.engine_memory import BLOCK
 from tests.connectors.worker_side.block_pair import BLOCKS, CANARY, BlockPair, SharedEngine
 from tests.connectors.worker_side.engine_pair import (
@@ -81,6 +82,34 @@ def test_chunks_name_the_blocks_that_follow(pair: BlockPair) -> None:
     assert news is not None and news.first == {"chunks": 7}
     sent(pair.sides["prefill"], "chunks")
     assert same(pair, range(20, 20 + blocks_of(tokens)), range(blocks_of(tokens)), BLOCK)
+
+
+def test_a_prompt_that_waits_for_page_ids_is_sent_when_it_is_asked_for(pair: BlockPair) -> None:
+    """Prompts that share most of their blocks need more page ids than the daemon has for what nobody asks for. The
+    engine waits for none of them: what it has computed and handed in goes on as soon as there are some."""
+    pages = BLOCKS // PER_PAGE - 1
+    tokens, count = pages * PAGE, pages * PER_PAGE
+    most = SHARING * BLOCKS // PER_PAGE // 2 // pages
+    before = pair.stats("prefill").requests
+    for number in range(most):
+        request = f"unasked {number}"
+        pair.give(
+            "prefill", Begin(request, new_name(), new_prompt(tokens)), Save(request, PAGE, tuple(range(PER_PAGE)))
+        )
+    until(lambda: pair.stats("prefill").requests.running == most)
+    name, prompt, theirs, ours = new_name(), new_prompt(tokens), tuple(range(2, 2 + count)), tuple(range(count))
+    pair.give("prefill", Begin("asked", name, prompt), Save("asked", PAGE, theirs[:PER_PAGE]))
+    pair.give("prefill", Save("asked", tokens, theirs), Release("asked", 7))
+    until(lambda: pair.stats("prefill").requests.waiting)
+    pair.give("decode", Load("asked", name, prompt, "p", 0, (), ours))
+    assert received(pair.sides["decode"], "asked") == set()
+    assert same(pair, range(2, 2 + count), range(count), BLOCK)
+    sent(pair.sides["prefill"], "asked")
+    assert pair.stats("prefill").requests.failed == before.failed
+    for number in range(most):
+        pair.give("prefill", Drop(f"unasked {number}"))
+        sent(pair.sides["prefill"], f"unasked {number}")
+    assert pair.at_rest("prefill")
 
 
 def test_what_the_engine_holds_is_never_written(pair: BlockPair) -> None:

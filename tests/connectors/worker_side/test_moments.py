@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvferry.connectors.movers import HostMover, Moment
-from kvferry.connectors.orders import Begin, Cancel, FirstToken, Forget, Load, Orders, Release, Save, StorePages
+from kvferry.connectors.orders import Begin, Cancel, Drop, FirstToken, Forget, Load, Orders, Release, Save, StorePages
 from tests.connectors.worker_side.block_pair import BlockPair, SharedEngine
-from tests.connectors.worker_side.engine_pair import PAGE, PER_PAGE, new_name, new_prompt, received, sent, until
+from tests.connectors.worker_side.engine_pair import PAGE, PER_PAGE, heard, new_name, new_prompt, received, sent, until
 from tests.connectors.worker_side.next_turn import up
 from tests.support.devices import DeviceStack
 
@@ -113,6 +113,26 @@ def test_the_daemon_hears_of_a_load_behind_what_may_use_its_blocks_and_of_its_en
     until(lambda: pair.at_rest("decode"))
 
 
+def test_what_one_has_computed_is_not_another_ones_of_the_same_id(pair: SlowPair) -> None:
+    """A client's second request may have the id of its first, which it gave up."""
+    mover, side = pair.mover("prefill"), pair.sides["prefill"]
+    mover.there.clear()
+    pair.give("prefill", Begin("h", new_name(), new_prompt(PAGE)), Save("h", PAGE, OURS))
+    pair.give("prefill", Drop("h"))
+    sent(side, "h")
+    prompt, name = new_prompt(PAGE), new_name()
+    pair.give("prefill", Begin("h", name, prompt))
+    until(lambda: requests(pair, "prefill"))
+    mover.there.set()
+    side._flush()
+    heard(side)
+    pair.give("prefill", Save("h", PAGE, THEIRS), Release("h", 5))
+    pair.give("decode", Load("h", name, prompt, "p", 0, (), OURS))
+    assert received(pair.sides["decode"], "h") == set()
+    sent(side, "h")
+    assert all(pair.of("prefill").block(a) == pair.of("decode").block(b) for a, b in zip(THEIRS, OURS, strict=True))
+
+
 def test_what_is_given_up_is_not_begun_afterwards(pair: SlowPair) -> None:
     """An engine that is to sleep takes its blocks away then."""
     mover = pair.mover("decode")
@@ -124,6 +144,19 @@ def test_what_is_given_up_is_not_begun_afterwards(pair: SlowPair) -> None:
     assert mover.there.is_set() and not pair.sides["decode"]._tasks
     assert pair.sides["decode"].reports.take() == ({"d"}, {"c"})
     assert pair.sides["decode"].reports.take_bad() == set(OURS)
+
+
+def test_an_engine_that_cannot_give_up_what_it_ordered_is_told(pair: SlowPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would sleep, its blocks taken away, and the order begin behind that."""
+    mover = pair.mover("decode")
+    monkeypatch.setattr("kvferry.connectors.worker_side.PREEMPT_SECONDS", 0.3)
+    mover.there.clear()
+    pair.give("decode", Load("g", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
+    with pytest.raises(TimeoutError, match=r"not over within 0\.3 s"):
+        pair.sides["decode"].give_up()
+    pair.give("decode", Cancel("g"))
+    mover.there.set()
+    assert received(pair.sides["decode"], "g") == set(OURS)
 
 
 def test_a_device_that_is_lost_fails_requests_and_no_thread(pair: SlowPair) -> None:

@@ -59,6 +59,29 @@ def test_progress_is_that_of_the_last_with_the_blocks_that_rank_0_named() -> Non
         say(words, 0, progress(65, *range(66)))
 
 
+def test_what_a_rank_has_computed_before_another_has_opened_it_counts() -> None:
+    """An engine with blocks of its own waits for no Begun: its ranks' loops are woken when they are."""
+    words = RankWords(3)
+    assert say(words, 0, BEGIN) == say(words, 1, PART_BEGIN) == []
+    assert say(words, 0, progress(32, 7)) == say(words, 1, progress(64)) == say(words, 0, progress(64, 8)) == []
+    assert say(words, 0, AUX) == []
+    assert say(words, 2, PART_BEGIN) == [Pass("begin", BEGIN)]
+    assert say(words, 2, progress(64)) == [Pass("progress", progress(64, 7, 8))]
+    assert say(words, 2, AUX) == []
+    assert say(words, 1, AUX) == [Pass("aux", AUX)]
+    assert len(words) == 0
+
+
+def test_what_was_handed_in_and_not_every_rank_has_opened_failed() -> None:
+    words = RankWords(3)
+    assert say(words, 0, BEGIN) == say(words, 1, PART_BEGIN) == []
+    assert say(words, 0, progress(64, 7)) == say(words, 0, AUX) == []
+    assert told(list(words.tick(OPEN_SECONDS))) == [(0, "failed"), (1, "failed")]
+    assert told(say(words, 1, ABORT)) == [(0, "ended"), (1, "ended")]
+    assert say(words, 0, ABORT) == [Pass("abort", ABORT)], "an answer to what it was told"
+    assert len(words) == 0
+
+
 def test_what_waits_for_a_fetch_is_passed_on_as_rank_0_waits() -> None:
     words = RankWords(3)
     waits = wire.Begin(name=NAME, tokens=64, patience=wire.PATIENCE_FETCH, held_tokens=32)

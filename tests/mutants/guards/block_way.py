@@ -7,6 +7,7 @@ from tests.mutants.guard import Guard
 MOMENTS = ("tests/connectors/worker_side/test_moments.py",)
 ENGINE_BLOCKS = ("tests/system/serving/test_engine_blocks.py",)
 BLOCKS_WAY = ("tests/connectors/worker_side/test_blocks_way.py",)
+AHEAD = ("tests/daemon/core/test_ahead.py",)
 
 GUARDS: tuple[Guard, ...] = (
     Guard(
@@ -31,6 +32,14 @@ GUARDS: tuple[Guard, ...] = (
         "WorkerSide.take",
         "if self._pushing or not self._loading:",
         "if self._pushing or step.begun is None:",
+        MOMENTS,
+    ),
+    Guard(
+        "what was computed for another of the same id is sent",
+        "connectors/worker_side.py",
+        "WorkerSide._save",
+        " and push.since <= step",
+        "",
         MOMENTS,
     ),
     Guard(
@@ -64,6 +73,30 @@ GUARDS: tuple[Guard, ...] = (
         "            task.cancel()\n            await asyncio.wait([task])\n",
         "            pass\n",
         BLOCKS_WAY,
+    ),
+    Guard(
+        "who waits for Begun is ahead of it",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper.objection",
+        "entry.queued and not prompt.is_ahead",
+        "False",
+        AHEAD,
+    ),
+    Guard(
+        "what was computed before there were pages is not sent",
+        "daemon/core/prefill_entries.py",
+        "EntryKeeper._begin",
+        "if prompt.is_ahead:",
+        "if False:",
+        AHEAD,
+    ),
+    Guard(
+        "a last word before there are pages is not the last",
+        "daemon/core/prefill.py",
+        "PrefillCore.progress",
+        " or prompt.aux is not None",
+        "",
+        AHEAD,
     ),
     Guard(
         "blocks are named from the beginning on again",

@@ -164,11 +164,19 @@ _SPEAKING = (
         WORDS,
     ),
     Guard(
+        "a rank waits for the end of what no daemon has",
+        "daemon/sides/rank_words.py",
+        "_Request.fail",
+        " or self._is_vain(rank)",
+        "",
+        WORDS,
+    ),
+    Guard(
         "no rank begins behind its end",
         "daemon/sides/rank_words.py",
         "RankWords._progress",
-        "if not request.passed or rank in request.last:",
-        "if not request.passed:",
+        "if rank in request.last:",
+        "if False:",
         WORDS,
     ),
 )

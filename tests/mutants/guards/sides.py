@@ -59,6 +59,14 @@ _WORDS = (
         TOLD,
     ),
     Guard(
+        "a try's end is as late as the next one's may be",
+        "daemon/services/worker_events.py",
+        "_name",
+        "message.request_id, message.attempt",
+        "message.request_id, 0",
+        TOLD,
+    ),
+    Guard(
         "events are not late for ever",
         "daemon/services/worker_events.py",
         "Telling.run",
