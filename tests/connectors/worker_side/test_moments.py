@@ -152,7 +152,7 @@ def test_an_engine_that_cannot_give_up_what_it_ordered_is_told(pair: SlowPair, m
     monkeypatch.setattr("kvferry.connectors.worker_side.PREEMPT_SECONDS", 0.3)
     mover.there.clear()
     pair.give("decode", Load("g", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
-    with pytest.raises(TimeoutError, match=r"not over within 0\.3 s"):
+    with pytest.raises(TimeoutError, match=r"not computed within 0\.3 s"):
         pair.sides["decode"].give_up()
     pair.give("decode", Cancel("g"))
     mover.there.set()
