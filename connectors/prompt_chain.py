@@ -3,11 +3,11 @@ whether it does, is nothing to kvferry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvferry.connectors.orders import PromptPages
-from kvferry.radix.digests import DIGEST_BYTES, joined_digests, tail_digest
+from kvferry.radix.digests import DIGEST_BYTES, digests_and_tail, joined_digests
 
 if TYPE_CHECKING:
     from kvferry.radix.digests import ExtraKeys
@@ -45,13 +45,9 @@ class PromptChain:
     def pages(self, tokens: int) -> bytes:
         """32 bytes for each full page of the first `tokens`, which the request must have."""
         size, wanted = self._page_size, tokens // self._page_size
-        first = len(self._digests) // DIGEST_BYTES
+        first = self._hashed(tokens)
         if wanted > first:
-            fresh = self._source.all_token_ids[first * size : wanted * size]
-            assert len(fresh) == (wanted - first) * size, f"the request has not {tokens} tokens"
-            extra = None
-            if (keys := self._keys) is not None:
-                extra = {i: keys((first + i) * size, (first + i + 1) * size) for i in range(wanted - first)}
+            fresh, extra = self._between(first, wanted * size)
             self._digests += joined_digests(fresh, page_size=size, parent=self._parent(first), extra=extra)
         return bytes(self._digests[: wanted * DIGEST_BYTES])
 
@@ -60,12 +56,26 @@ class PromptChain:
         if self._last is not None and self._last.tokens == tokens:
             return self._last
         full = tokens // self._page_size
-        digests, start = self.pages(tokens), full * self._page_size
-        rest = self._source.all_token_ids[start:tokens]
-        extra = None if self._keys is None or not len(rest) else {0: self._keys(start, tokens)}
-        tail = tail_digest(rest, page_size=self._page_size, parent=self._parent(full), extra=extra)
-        self._last = PromptPages(digests, tokens, tail)
+        first = min(self._hashed(tokens), full)
+        fresh, extra = self._between(first, tokens)
+        parent = self._parent(first)
+        more, tail = digests_and_tail(fresh, page_size=self._page_size, parent=parent, extra=extra)
+        self._digests += more
+        self._last = PromptPages(bytes(self._digests[: full * DIGEST_BYTES]), tokens, tail)
         return self._last
+
+    def _hashed(self, tokens: int) -> int:
+        """Pages that have their digests, where the first `tokens` are asked for."""
+        return len(self._digests) // DIGEST_BYTES
+
+    def _between(self, page: int, tokens: int) -> tuple[Sequence[int], Mapping[int, ExtraKeys | None] | None]:
+        """The tokens from this page on, up to `tokens`, and the keys of its pages, counted from there."""
+        size, start = self._page_size, page * self._page_size
+        fresh = self._source.all_token_ids[start:tokens]
+        assert len(fresh) == tokens - start, f"the request has not {tokens} tokens"
+        if (keys := self._keys) is None:
+            return fresh, None
+        return fresh, {i: keys(at, min(at + size, tokens)) for i, at in enumerate(range(start, tokens, size))}
 
     def digest(self, page: int) -> bytes:
         """The digest of one of the pages that were asked for; empty where it is not one of them."""
@@ -86,11 +96,11 @@ class AheadChain(PromptChain):
         self._beside = keys
         self._open = -1  # the page that was named without the token behind it
 
-    def pages(self, tokens: int) -> bytes:
+    def _hashed(self, tokens: int) -> int:
         if 0 <= self._open < tokens // self._page_size and len(self._source.all_token_ids) > self._ends(self._open):
             del self._digests[self._open * DIGEST_BYTES :]
             self._open = -1
-        return super().pages(tokens)
+        return super()._hashed(tokens)
 
     def prompt(self, tokens: int) -> PromptPages:
         self._last = None  # its last page may have another name by now

@@ -69,12 +69,24 @@ def chain_digests(
 
 def joined_digests(tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> bytes:
     """The digests of `chain_digests`, one behind the other."""
+    return _chained(tokens, page_size, checked_parent(parent), EncodedExtra.of(extra))[0]
+
+
+def digests_and_tail(
+    tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None
+) -> tuple[bytes, bytes]:
+    """`joined_digests`, and the digest of the partial page behind them: b"" where there is none."""
+    first, encoded = checked_parent(parent), EncodedExtra.of(extra)
+    digests, rest = _chained(tokens, page_size, first, encoded)
+    return digests, tail_of(rest, digests[-DIGEST_BYTES:] or first, encoded.page(len(digests) // DIGEST_BYTES))
+
+
+def _chained(tokens: Tokens, page_size: int, parent: bytes, encoded: EncodedExtra) -> tuple[bytes, bytes]:
+    """Joined digests of full pages, and the tokens behind them as uint32."""
     check_page_size(page_size)
     view = token_view(tokens)
-    encoded = EncodedExtra.of(extra)
     encoded.check_pages(-(-len(view) // page_size))
-    digests, _ = _core.chain_digests(view, b"", page_size, checked_parent(parent), encoded.common, encoded.by_page, 0)
-    return digests
+    return _core.chain_digests(view, b"", page_size, parent, encoded.common, encoded.by_page, 0)
 
 
 def tail_digest(tokens: Tokens, *, page_size: int, parent: bytes | None = None, extra: Extra = None) -> bytes:

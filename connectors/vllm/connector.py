@@ -72,8 +72,8 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     computes: bool = True  # a forward pass follows
 
 
-NOTHING = KVFerryMetadata()
-"""What most steps of a decode engine tell: nobody writes into it."""
+NOTHING, IDLE = KVFerryMetadata(), KVFerryMetadata(computes=False)
+"""What most steps of a decode engine tell, and those that compute nothing: nobody writes into them."""
 
 
 @dataclass(slots=True)
@@ -174,19 +174,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._others.awaits_step:
             self._others.step(scheduler_output.num_scheduled_tokens)
             self._deciding.awaits_outcomes = self._others.within_steps
-        if self._daemon_role == common_pb2.ROLE_PREFILL:  # only there blocks are asked for
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        pushes = self._daemon_role == common_pb2.ROLE_PREFILL
+        if pushes:  # only there blocks are asked for
             self._block_ids.follow(scheduler_output)
-        elif scheduler_output.total_num_scheduled_tokens and not (
-            scheduler_output.preempted_req_ids or self._deciding.has_orders
-        ):
-            return NOTHING
+        if not ((pushes and computes) or scheduler_output.preempted_req_ids or self._deciding.has_orders):
+            return NOTHING if computes else IDLE
         return KVFerryMetadata(
             self._deciding.step(
                 scheduler_output.num_scheduled_tokens,
                 tuple(scheduler_output.preempted_req_ids or ()),
                 self._block_ids.of,
             ),
-            scheduler_output.total_num_scheduled_tokens > 0,
+            computes,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
