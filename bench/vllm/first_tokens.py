@@ -28,11 +28,11 @@ from pathlib import Path
 import httpx
 from chaos import LEAVE_SECONDS, Faults, Run, leaks, restart_loop
 from chat import CHAT, TIE, new_client
-from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec
+from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, ClusterError, Log, Spec
 from sampling import THOUGHTS, WAYS, Replies, Said, ask_all, keys_of, request_of, streamed, way_of
 from small_models import model_of_few_tokens
 
-WHOLE_PROMPTS = ("--max-num-batched-tokens", "8192")  # vLLM's own runner for CPUs fails at a seed and a prompt's part
+WHOLE_PROMPTS = ("--max-num-batched-tokens", "4096")  # vLLM's own runner for CPUs fails at a seed and a prompt's part
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -72,12 +72,15 @@ async def gap_at(url: str, way: str, number: int, place: int) -> float:
     return float(best[0] - best[1])
 
 
+HEAD = f"{'':16}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'chunk for chunk':>17}{'one vLLM, again':>17}"
+
+
 def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
     """How many are wrong, or failed: each is to be as in one of `wants`, the first of which says where it is not. What
-    the one vLLM itself fails is not judged; where that is all of a way, it is wrong."""
+    the one vLLM itself fails is not judged; where that is all of a way, it is wrong. The last column: how many of its
+    replies were as before when it was asked again."""
     wrong = 0
-    log.add(f"{'':16}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'chunk for chunk':>17}")
-    for way in dict.fromkeys(way for way, _ in sorted(got)):
+    for way in dict.fromkeys(way for way, _ in got):
         ours = [key for key in got if key[0] == way and all(want[key].tokens for want in wants)]
         if failed := [want[key].reason for want in wants for key in want if key[0] == way and not want[key].tokens]:
             log.add(f"{way:16} the one vLLM fails {len(failed)}: {failed[0]}")
@@ -86,8 +89,9 @@ def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
         wrong += len(unlike) - ties if ours else 1
         streams = [key for key in ours if got[key].chunks]
         alike = sum(any(want[key].chunks == got[key].chunks for want in wants) for key in streams)
-        told = f"{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}{alike:10} of {len(streams)}"
-        log.add(f"{way:16}{told}")
+        same = sum(wants[0][key] == wants[-1][key] for key in ours)
+        told = f"{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}{alike:10} of {len(streams):3}"
+        log.add(f"{way:16}{told}{same:17}")
     return wrong
 
 
@@ -96,7 +100,10 @@ def is_tie(log: Log, url: str, key: tuple[str, int], want: Said, got: Said) -> b
     told = way_of(*key).get("return_token_ids", True) and "prompt" not in request_of(*key)
     pairs = zip(want.tokens, got.tokens, strict=False) if told else ()
     place = next((i for i, (left, right) in enumerate(pairs) if left != right), -1)
-    gap = asyncio.run(gap_at(url, *key, place)) if place >= 0 else math.inf
+    try:
+        gap = asyncio.run(gap_at(url, *key, place)) if place >= 0 else math.inf
+    except httpx.HTTPError as error:
+        raise ClusterError(f"the one vLLM is gone: {error!r}") from error
     if gap >= TIE:
         told = f"{replace(want, chunks=[])}\n  got {replace(got, chunks=[])}"
         log.add(f"  {key}, {gap:.3f} between the two best of token {place}: {told}")
@@ -152,25 +159,29 @@ def main() -> int:
     if args.few_tokens:
         os.environ["VLLM_MODEL"] = str(model_of_few_tokens())
     log = Log(Path(args.output) if args.output else None)
-    spec, keys = spec_of(args), keys_of(args.ways, args.requests)
+    spec = spec_of(args)
     os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")  # a grammar of its own has a model call tools
     with Cluster(spec) as one, Cluster(spec) as cluster:
         alone = one.alone().url
         version = httpx.get(alone + "/version", trust_env=False).json()["version"]
         log.add(f"vLLM {version}, runner {args.runner}, pool {args.pool}, first token from {args.first_token}")
-        want, again = (asyncio.run(ask_all(alone, keys, args.many)) for _ in range(2))
-        log.add(kinds_of(want), "the one vLLM, asked again:")
-        judge(log, alone, [want], again)
-        log.add("the pair, against both:")
         cluster.kvferry()
-        got = asyncio.run(ask_all(cluster.front, keys, args.many))
-        wrong = judge(log, alone, [want, again], got)
+        log.add(HEAD)
+        wants: tuple[Replies, Replies] = ({}, {})
+        wrong = 0
+        for way in args.ways:  # one after another: with vLLM's own runner for CPUs a seed counts beside seeds alone
+            keys = keys_of([way], args.requests)
+            for want in wants:
+                want |= asyncio.run(ask_all(alone, keys, args.many))
+            got = asyncio.run(ask_all(cluster.front, keys, args.many))
+            wrong += judge(log, alone, [{key: want[key] for key in keys} for want in wants], got)
+        log.add(kinds_of(wants[0]))
         begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total")
-        log.add(f"begun behind prefill's token: {begun:.0f} of {len(got)}", *at_once(cluster.front))
+        log.add(f"begun behind prefill's token: {begun:.0f} of {len(wants[0])}", *at_once(cluster.front))
         if args.aborts or args.restarts:
-            log.add(f"beside {args.aborts} clients that leave and {args.restarts} daemons that die:")
+            log.add(f"beside {args.aborts} clients that leave and {args.restarts} daemons that die:", HEAD)
             got = asyncio.run(ask_all_in_a_storm(cluster, args))
-            wrong += judge(log, alone, [want, again], got)
+            wrong += judge(log, alone, wants, got)
             begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total") - begun
             held = leaks(cluster)
             log.add(f"begun behind prefill's token: {begun:.0f} of {len(got) + args.aborts}; {len(held)} leaks", *held)
