@@ -1,7 +1,7 @@
 """Replies of a front end with `--first-token prefill` or `decode`, against those of one vLLM: token for token, for each
 way of sampling, half of them streamed.
 
-python bench/vllm/first_tokens.py [--ways WAY ...] [--requests N] [--many N] [--first-token prefill]
+python bench/vllm/first_tokens.py [--ways WAY ...] [--greedy] [--requests N] [--many N] [--first-token prefill]
     [--few-tokens [--reasoning-parser deepseek_r1]] [--aborts N] [--restarts N]
     [--output bench/results/vllm-first-tokens.txt]
 
@@ -29,7 +29,18 @@ import httpx
 from chaos import LEAVE_SECONDS, Faults, Run, leaks, restart_loop
 from chat import CHAT, TIE, new_client
 from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, ClusterError, Log, Spec
-from sampling import THOUGHTS, WAYS, Replies, Said, ask_all, keys_of, request_of, streamed, way_of
+from sampling import (
+    THOUGHTS,
+    WAYS,
+    Replies,
+    Said,
+    ask_all,
+    greedy_ways,
+    keys_of,
+    request_of,
+    streamed,
+    way_of,
+)
 from small_models import model_of_few_tokens
 
 WHOLE_PROMPTS = ("--max-num-batched-tokens", "4096")  # vLLM's own runner for CPUs fails at a seed and a prompt's part
@@ -72,7 +83,7 @@ async def gap_at(url: str, way: str, number: int, place: int) -> float:
     return float(best[0] - best[1])
 
 
-HEAD = f"{'':16}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'chunk for chunk':>17}{'one vLLM, again':>17}"
+HEAD = f"{'':22}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'chunk for chunk':>17}{'one vLLM, again':>17}"
 
 
 def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
@@ -83,7 +94,7 @@ def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
     for way in dict.fromkeys(way for way, _ in got):
         ours = [key for key in got if key[0] == way and all(want[key].tokens for want in wants)]
         if failed := [want[key].reason for want in wants for key in want if key[0] == way and not want[key].tokens]:
-            log.add(f"{way:16} the one vLLM fails {len(failed)}: {failed[0]}")
+            log.add(f"{way:22} the one vLLM fails {len(failed)}: {failed[0]}")
         unlike = [key for key in ours if all(want[key] != got[key] for want in wants)]
         ties = sum(is_tie(log, url, key, wants[0][key], got[key]) for key in unlike)
         wrong += len(unlike) - ties if ours else 1
@@ -91,7 +102,7 @@ def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
         alike = sum(any(want[key].chunks == got[key].chunks for want in wants) for key in streams)
         same = sum(wants[0][key] == wants[-1][key] for key in ours)
         told = f"{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}{alike:10} of {len(streams):3}"
-        log.add(f"{way:16}{told}{same:17}")
+        log.add(f"{way:22}{told}{same:17}")
     return wrong
 
 
@@ -139,6 +150,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=6, help="of each way of sampling")
     parser.add_argument("--many", type=int, default=4, help="requests at a time")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, *THOUGHTS], help="of sampling; default: all")
+    parser.add_argument("--greedy", action="store_true", help="seeded ways at temperature 0, and without their seeds")
     parser.add_argument("--few-tokens", action="store_true", help="a small model of random weights and 1,024 tokens")
     parser.add_argument("--reasoning-parser", default="", help="of all servers; then only ways of thinking by default")
     parser.add_argument("--runner", type=int, choices=(1, 2), default=2, help="version of vLLM's model runner")
@@ -149,7 +161,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     args.ways = args.ways or list(THOUGHTS if args.reasoning_parser else WAYS)
-    if args.runner == 1 and not DEVICES and "top p" in args.ways:
+    if args.greedy:
+        args.ways = greedy_ways(args.ways)
+    elif args.runner == 1 and not DEVICES and "top p" in args.ways:
         args.ways.remove("top p")  # by a kernel that is not for CPUs
     return args
 

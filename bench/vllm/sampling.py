@@ -62,6 +62,7 @@ THOUGHTS: dict[str, Callable[[int], Fields]] = {
     "then a pattern": lambda number: {**THINKS, "seed": number, "structured_outputs": LETTERS},
 }
 """Ways behind a reasoning parser."""
+GREEDY = ", greedy"  # behind a seeded way's name: the same at temperature 0
 
 
 @dataclass(slots=True)
@@ -101,8 +102,15 @@ Replies = dict[tuple[str, int], Said]
 """What is said, by way and number. Even numbers are streamed. One that failed has no tokens; its `reason` says why."""
 
 
+def greedy_ways(ways: Sequence[str]) -> list[str]:
+    """The same, those that a seed leads at temperature 0, but for those that would then be plain."""
+    return [way + GREEDY if "seed" in way_of(way, 0) else way for way in ways if way not in ("seeded", "top p")]
+
+
 def way_of(way: str, number: int) -> Fields:
-    return (WAYS.get(way) or THOUGHTS[way])(number)
+    name = way.removesuffix(GREEDY)
+    fields = (WAYS.get(name) or THOUGHTS[name])(number)
+    return fields if name == way else {**fields, "temperature": 0, "seed": None}
 
 
 def request_of(way: str, number: int) -> dict[str, object]:
@@ -112,7 +120,7 @@ def request_of(way: str, number: int) -> dict[str, object]:
         "prompt of text": {"prompt": text},
     }
     asked: dict[str, object] = {"model": MODEL_NAME}
-    asked |= prompts.get(way) or {"messages": [{"role": "user", "content": text}]}
+    asked |= prompts.get(way.removesuffix(GREEDY)) or {"messages": [{"role": "user", "content": text}]}
     asked |= {"max_tokens": 10, "ignore_eos": True, "return_token_ids": True, **way_of(way, number)}
     return asked
 
