@@ -10,7 +10,7 @@ for CPUs, whose decode engine samples the first token again. `begun`: replies th
 prefill's; of others decode has sampled every token. Ways in which the one vLLM itself fails a request are named and not
 judged. `--aborts`, `--restarts`: all is asked once more while clients leave and daemons die; then nothing is held. A
 difference is allowed only where the reference's two best logits are within VLLM_TIE, which is asked for once more; it
-is counted. The one vLLM is asked all twice: what differs then is its own.
+is counted. The one vLLM is asked all twice (`--references`): what differs then is its own.
 """
 
 from __future__ import annotations
@@ -67,10 +67,18 @@ async def ask_all_in_a_storm(cluster: Cluster, args: argparse.Namespace) -> Repl
     return got
 
 
-def at_once(front: str) -> list[str]:
-    """What the front end counts of replies that prefill's answer began."""
+COUNTS = ("kvferry_front_prefill_first_tokens_total", "kvferry_front_decode_alone_total")
+
+
+def counts_of(front: str) -> list[str]:
+    """What the front end counts of replies that prefill's answer began, and of prompts that decode computed."""
     told = httpx.get(front + "/metrics", trust_env=False).text.splitlines()
-    return [line for line in told if line.startswith("kvferry_front_prefill_first_tokens_total") and line[-3:] != "0.0"]
+    return [line for line in told if line.startswith(COUNTS) and line[-4:] != " 0.0"]
+
+
+def at_once(front: str) -> float:
+    """How many replies prefill's answer began, or was."""
+    return sum(float(line.rpartition(" ")[2]) for line in counts_of(front) if line.startswith(COUNTS[0]))
 
 
 async def gap_at(url: str, way: str, number: int, place: int) -> float:
@@ -83,7 +91,7 @@ async def gap_at(url: str, way: str, number: int, place: int) -> float:
     return float(best[0] - best[1])
 
 
-HEAD = f"{'':22}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'chunk for chunk':>17}{'one vLLM, again':>17}"
+HEAD = f"{'':22}{'judged':>9}{'equal':>7}{'ties':>6}{'wrong':>7}{'streams':>9}{'chunks alike':>14}{'vLLM again':>12}"
 
 
 def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
@@ -101,8 +109,8 @@ def judge(log: Log, url: str, wants: Sequence[Replies], got: Replies) -> int:
         streams = [key for key in ours if got[key].chunks]
         alike = sum(any(want[key].chunks == got[key].chunks for want in wants) for key in streams)
         same = sum(wants[0][key] == wants[-1][key] for key in ours)
-        told = f"{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}{alike:10} of {len(streams):3}"
-        log.add(f"{way:22}{told}{same:17}")
+        told = f"{len(ours):9}{len(ours) - len(unlike):7}{ties:6}{len(unlike) - ties:7}{len(streams):9}{alike:14}"
+        log.add(f"{way:22}{told}{same if len(wants) > 1 else '-':>12}")
     return wrong
 
 
@@ -131,7 +139,8 @@ def kinds_of(replies: Replies) -> str:
         "thought and spoke": sum(bool(said.thought and said.text) for said in replies.values()),
         "listed by log probabilities": sum(bool(said.listed) for said in replies.values()),
     }
-    return f"of {len(replies)} replies " + ", ".join(f"{count} {name}" for name, count in counts.items())
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"of {len(replies)} replies {told or 'none ended before its bound'}"
 
 
 def spec_of(args: argparse.Namespace) -> Spec:
@@ -154,6 +163,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--few-tokens", action="store_true", help="a small model of random weights and 1,024 tokens")
     parser.add_argument("--reasoning-parser", default="", help="of all servers; then only ways of thinking by default")
     parser.add_argument("--runner", type=int, choices=(1, 2), default=2, help="version of vLLM's model runner")
+    parser.add_argument("--references", type=int, choices=(1, 2), default=2, help="how often the one vLLM is asked")
     parser.add_argument("--aborts", type=int, default=0)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon")
@@ -181,17 +191,18 @@ def main() -> int:
         log.add(f"vLLM {version}, runner {args.runner}, pool {args.pool}, first token from {args.first_token}")
         cluster.kvferry()
         log.add(HEAD)
-        wants: tuple[Replies, Replies] = ({}, {})
+        wants: list[Replies] = [{} for _ in range(args.references)]
         wrong = 0
         for way in args.ways:  # one after another: with vLLM's own runner for CPUs a seed counts beside seeds alone
             keys = keys_of([way], args.requests)
             for want in wants:
                 want |= asyncio.run(ask_all(alone, keys, args.many))
+            before = at_once(cluster.front)
             got = asyncio.run(ask_all(cluster.front, keys, args.many))
             wrong += judge(log, alone, [{key: want[key] for key in keys} for want in wants], got)
-        log.add(kinds_of(wants[0]))
+            log.add(f"  {at_once(cluster.front) - before:.0f} by prefill's answer; {kinds_of(got)}")
         begun = cluster.metric("decode", "vllm:kvferry_first_tokens_total")
-        log.add(f"begun behind prefill's token: {begun:.0f} of {len(wants[0])}", *at_once(cluster.front))
+        log.add(f"begun behind prefill's token: {begun:.0f} of {len(wants[0])}", *counts_of(cluster.front))
         if args.aborts or args.restarts:
             log.add(f"beside {args.aborts} clients that leave and {args.restarts} daemons that die:", HEAD)
             got = asyncio.run(ask_all_in_a_storm(cluster, args))
