@@ -55,13 +55,14 @@ WAYS: dict[str, Callable[[int], Fields]] = {
     "a pattern": lambda number: {**ENDS, "seed": number, "structured_outputs": LETTERS},
     "a schema": lambda number: {**ENDS, "seed": number, "structured_outputs": {"json": SCHEMA}},
     "may call": lambda number: {**ENDS, "seed": number, "tools": [STEER], "structured_outputs": {"regex": CALL}},
-    "must call": lambda number: {**ENDS, "seed": number, "tools": [STEER], "tool_choice": "required"},
+    "must call": lambda number: {**ENDS, "max_tokens": 80, "seed": number, "tools": [STEER], "tool_choice": "required"},
 }
 THOUGHTS: dict[str, Callable[[int], Fields]] = {
     "thoughts": lambda number: {**THINKS, "seed": number},
     "then a pattern": lambda number: {**THINKS, "seed": number, "structured_outputs": LETTERS},
 }
 """Ways behind a reasoning parser."""
+OWN = ("id", "created", "system_fingerprint")  # of a stream's chunks: a server's own
 GREEDY = ", greedy"  # behind a seeded way's name: the same at temperature 0
 
 
@@ -76,7 +77,7 @@ class Said:
     thought: str = ""
     calls: list[list[str]] = field(default_factory=list)  # of tools: names and arguments
     listed: list[list[str]] = field(default_factory=list)  # by log probabilities: each token, and the best in its place
-    chunks: list[object] = field(default_factory=list, compare=False)  # of a stream, but for their ids and times
+    chunks: list[object] = field(default_factory=list, compare=False)  # of a stream, but for OWN
 
     def add(self, message: Mapping[str, Any]) -> None:
         """A chat's message, or what a chunk adds to it."""
@@ -145,7 +146,7 @@ async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object]
     said = Said()
     body = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     async for event in events(client, url + path_of(asked), json.dumps(body).encode()):
-        said.chunks.append({name: value for name, value in event.items() if name not in ("id", "created")})
+        said.chunks.append({name: value for name, value in event.items() if name not in OWN})
         if usage := event.get("usage"):
             said.prompt_tokens, said.reply_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in event["choices"]:
