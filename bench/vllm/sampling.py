@@ -77,7 +77,7 @@ class Said:
     thought: str = ""
     calls: list[list[str]] = field(default_factory=list)  # of tools: names and arguments
     listed: list[list[str]] = field(default_factory=list)  # by log probabilities: each token, and the best in its place
-    chunks: list[object] = field(default_factory=list, compare=False)  # of a stream, but for OWN
+    chunks: list[dict[str, Any]] = field(default_factory=list, compare=False)  # of a stream, but for OWN
 
     def add(self, message: Mapping[str, Any]) -> None:
         """A chat's message, or what a chunk adds to it."""
