@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.workers.smollm import cache_folder, converted_model, made
 
@@ -16,6 +17,8 @@ LAYERS, HIDDEN, HEADS, KV_HEADS = 4, 512, 8, 4
 IMAGE_SIZE = 56  # of a part's side, in pixels
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 IMAGE_TOKENS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+FEW_TOKENS = 1024
+MARKS = {3: "<think>", 4: "</think>", 5: "<tool_call>", 6: "</tool_call>"}
 SPREAD = 0.08  # of the weights: two best logits are seldom near each other
 
 
@@ -53,6 +56,40 @@ def _text_config(base: Path) -> LlamaConfig:
         }
     )
     return config
+
+
+def model_of_few_tokens() -> Path:
+    """A Llama with random weights and SmolLM2's first 1,024 tokens, so that what is done for each of them is soon done.
+    Four that stood for files are those around thoughts and tool calls."""
+    return made(cache_folder() / f"random-{FEW_TOKENS}-tokens", partial(_write_model_of_few_tokens, converted_model()))
+
+
+def _write_model_of_few_tokens(base: Path, folder: Path) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(base / name, folder / name)
+    (folder / "tokenizer.json").write_text(json.dumps(_first_tokens(json.loads((base / "tokenizer.json").read_text()))))
+    config = _text_config(base)
+    config.update({"vocab_size": FEW_TOKENS, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64})
+    config.update({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2})
+    torch.manual_seed(7)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def _first_tokens(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer of the first FEW_TOKENS of these."""
+    names = {token["content"]: MARKS.get(token["id"], token["content"]) for token in tokenizer["added_tokens"]}
+    model = tokenizer["model"]
+    ids = {name: number for name, number in model["vocab"].items() if number < FEW_TOKENS}
+    merges = [pair for pair in model["merges"] if "".join(pair) in ids]
+    added = [
+        {**token, "content": names[token["content"]], "special": token["special"] and token["id"] not in MARKS}
+        for token in tokenizer["added_tokens"]
+    ]
+    vocab = {names.get(name, name): number for name, number in ids.items()}
+    return {**tokenizer, "added_tokens": added, "model": {**model, "vocab": vocab, "merges": merges}}
 
 
 def model_of_images() -> Path:

@@ -125,6 +125,19 @@ def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
+def test_a_connection_is_left_long_before_its_server_closes_it() -> None:
+    """vLLM's and SGLang's servers close one after 5 s without a request, also with one on its way."""
+
+    async def run() -> None:
+        async with world() as (up, client):
+            assert (await client.get("/whole")).text == "ok"
+            await asyncio.sleep(3.0)
+            assert (await client.get("/whole")).text == "ok"
+            assert up.opened == 2
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("path", "error"), [("/half", httpx.RemoteProtocolError), ("/nothing", httpx.RemoteProtocolError)]
 )
