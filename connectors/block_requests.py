@@ -77,7 +77,7 @@ class BlockRequests:
                 _log.warning("request %s: what it holds was not told: %r", order.request, told)
 
     async def _tell_held(self, client: DaemonClient, order: Load, step: EngineStep) -> None:
-        await step.over.wait()
+        await step.over()
         await self._computed(step.done)
         client.progress(order.name, self._whole(order.start))
 
@@ -161,7 +161,7 @@ class BlockRequests:
                 client.fetch(push.order.name, (), 0)
             else:
                 if fill.held_blocks and push.filling is not None:  # another's, maybe, that this very step computes
-                    await push.filling.over.wait()
+                    await push.filling.over()
                     await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 

@@ -59,7 +59,7 @@ class PoolRequests:
             matched = admitted.matched_tokens
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
-                await step.over.wait()
+                await step.over()
                 client.check(order.name)  # the pages are still ours
                 pool = pool_of(client)
                 places = self._blocks.places(pool, admitted.pages, own, matched, held)

@@ -117,12 +117,20 @@ class EngineStep:
 
     number: int  # of those that came with orders
     begun: Moment  # what the engine had begun before it
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # its forward pass has been begun, to its end
-    done: Moment = None  # then: it, and what was before it
+    done: Moment = None  # its forward pass has been begun, to its end: it, and what was before it
+    _over: bool = False
+    _waited: asyncio.Event | None = None  # most steps need none
 
     def ended(self, done: Moment) -> None:
-        self.done = done
-        self.over.set()
+        self.done, self._over = done, True
+        if self._waited is not None:
+            self._waited.set()
+
+    async def over(self) -> None:
+        """Waits until its forward pass has been begun, to its end."""
+        if not self._over:
+            self._waited = self._waited or asyncio.Event()
+            await self._waited.wait()
 
 
 def hear_nothing() -> None:
