@@ -99,14 +99,16 @@ def test_what_is_computed_before_its_push_has_begun_goes_at_once(pair: BlockPair
 
 def test_the_last_word_is_said_once(pair: BlockPair) -> None:
     name, prompt = new_name(), new_prompt(PAGE)
-    theirs, ours = range(20, 20 + PER_PAGE), range(PER_PAGE)
+    theirs, ours, side = range(20, 20 + PER_PAGE), range(PER_PAGE), pair.sides["prefill"]
+    before = side.moved.failed
     pair.give("prefill", Begin("once", name, prompt), Save("once", PAGE, tuple(theirs)))
     pair.give("prefill", Release("once", 7))
+    until(lambda: pair.stats("prefill").requests.running)
     pair.give("prefill", Save("once", PAGE, tuple(theirs)))
     pair.give("decode", Load("once", name, prompt, "p", 0, (), tuple(ours)))
     assert received(pair.sides["decode"], "once") == set()
-    sent(pair.sides["prefill"], "once")
-    assert same(pair, theirs, ours, BLOCK)
+    sent(side, "once")
+    assert same(pair, theirs, ours, BLOCK) and side.moved.failed == before
 
 
 def test_a_prompt_that_is_asked_for_late_has_the_time_of_who_asks(
@@ -227,13 +229,13 @@ def test_a_preempted_prompt_is_read_no_more(pair: BlockPair) -> None:
     sent(pair.sides["prefill"], "preempted")
 
 
-def test_a_computed_prompt_that_is_preempted_is_reported_when_its_reply_ends(pair: BlockPair) -> None:
+def test_a_computed_prompt_that_is_preempted_is_reported_when_its_request_ends(pair: BlockPair) -> None:
     """Nothing is said any more of a request that is over, also not its token."""
     name, prompt, theirs = new_name(), new_prompt(PAGE), tuple(range(PER_PAGE))
     pair.give("prefill", Begin("computed", name, prompt), Save("computed", PAGE, theirs))
     until(lambda: pair.stats("prefill").requests.running)
     pair.give("prefill", preempted=("computed",))
-    pair.give("prefill", Release("computed", 7))
+    pair.give("prefill", Drop("computed", 7))
     sent(pair.sides["prefill"], "computed")
     assert pair.at_rest("prefill")
 
