@@ -191,8 +191,9 @@ class RequestTools:
 
     @property
     def end_seconds(self) -> float:
-        """For which the end of a prompt that was handed in is awaited."""
-        return self.settings.deadline_seconds + ANSWER_SLACK_S
+        """For which the end of a prompt that was begun is awaited. A decode daemon may ask for it as late as its
+        deadline, and then has one of its own."""
+        return 2 * self.settings.deadline_seconds + ANSWER_SLACK_S
 
 
 class DaemonRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,51 @@ def test_chunks_name_the_blocks_that_follow(pair: BlockPair) -> None:
     assert news is not None and news.first == {"chunks": 7}
     sent(pair.sides["prefill"], "chunks")
     assert same(pair, range(20, 20 + blocks_of(tokens)), range(blocks_of(tokens)), BLOCK)
+
+
+def test_what_is_computed_before_its_push_has_begun_goes_at_once(pair: BlockPair) -> None:
+    tokens, name = 2 * PAGE, new_name()
+    prompt, theirs, ours = new_prompt(tokens), range(20, 20 + blocks_of(tokens)), range(blocks_of(tokens))
+    pair.sides["prefill"]._loop.call_soon_threadsafe(time.sleep, 0.2)  # all that follows is heard in one turn
+    pair.give("prefill", Begin("early", name, prompt), Save("early", tokens, tuple(theirs)))
+    pair.give("prefill", Release("early", 7))
+    pair.give("decode", Load("early", name, prompt, "p", 0, (), tuple(ours)))
+    assert received(pair.sides["decode"], "early") == set()
+    sent(pair.sides["prefill"], "early")
+    assert same(pair, theirs, ours, BLOCK)
+
+
+def test_the_last_word_is_said_once(pair: BlockPair) -> None:
+    name, prompt = new_name(), new_prompt(PAGE)
+    theirs, ours, side = range(20, 20 + PER_PAGE), range(PER_PAGE), pair.sides["prefill"]
+    before = side.moved.failed
+    pair.give("prefill", Begin("once", name, prompt), Save("once", PAGE, tuple(theirs)))
+    pair.give("prefill", Release("once", 7))
+    until(lambda: pair.stats("prefill").requests.running)
+    pair.give("prefill", Save("once", PAGE, tuple(theirs)))
+    pair.give("decode", Load("once", name, prompt, "p", 0, (), tuple(ours)))
+    assert received(pair.sides["decode"], "once") == set()
+    sent(side, "once")
+    assert same(pair, theirs, ours, BLOCK) and side.moved.failed == before
+
+
+def test_a_prompt_that_is_asked_for_late_has_the_time_of_who_asks(
+    pair: BlockPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon keeps it until the ask's deadline: the engine's own is not the end of a prompt that it computes."""
+    tools = pair.sides["prefill"]._tools
+    monkeypatch.setattr(tools, "settings", replace(tools.settings, deadline_seconds=2.0))
+    monkeypatch.setattr("kvferry.connectors.daemon_requests.ANSWER_SLACK_S", 0.1)
+    tokens, half, name = 2 * PAGE, PAGE, new_name()
+    prompt, theirs, ours = new_prompt(tokens), range(20, 20 + blocks_of(tokens)), range(blocks_of(tokens))
+    pair.give("prefill", Begin("late", name, prompt), Save("late", half, tuple(theirs)[: blocks_of(half)]))
+    time.sleep(1.2)
+    pair.give("decode", Load("late", name, prompt, "p", 0, (), tuple(ours)))
+    time.sleep(1.8)
+    pair.give("prefill", Save("late", tokens, tuple(theirs)), Release("late", 7))
+    assert received(pair.sides["decode"], "late") == set()
+    sent(pair.sides["prefill"], "late")
+    assert same(pair, theirs, ours, BLOCK)
 
 
 def test_a_prompt_that_waits_for_page_ids_is_sent_when_it_is_asked_for(pair: BlockPair) -> None:
@@ -181,6 +227,17 @@ def test_a_preempted_prompt_is_read_no_more(pair: BlockPair) -> None:
     assert news is not None and "preempted" in news.failed
     pair.give("prefill", Save("preempted", 4 * PAGE, theirs), Release("preempted"))
     sent(pair.sides["prefill"], "preempted")
+
+
+def test_a_computed_prompt_that_is_preempted_is_reported_when_its_request_ends(pair: BlockPair) -> None:
+    """Nothing is said any more of a request that is over, also not its token."""
+    name, prompt, theirs = new_name(), new_prompt(PAGE), tuple(range(PER_PAGE))
+    pair.give("prefill", Begin("computed", name, prompt), Save("computed", PAGE, theirs))
+    until(lambda: pair.stats("prefill").requests.running)
+    pair.give("prefill", preempted=("computed",))
+    pair.give("prefill", Drop("computed", 7))
+    sent(pair.sides["prefill"], "computed")
+    assert pair.at_rest("prefill")
 
 
 def test_a_killed_daemon_is_proven_gone_before_its_blocks_are_reported(pair: BlockPair) -> None:

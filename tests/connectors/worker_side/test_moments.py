@@ -167,3 +167,16 @@ def test_a_device_that_is_lost_fails_requests_and_no_thread(pair: SlowPair) -> N
     mover.broken = False
     pair.give("decode", StorePages("f", new_name(), new_prompt(PAGE), THEIRS))
     sent(pair.sides["decode"], "f")
+
+
+def test_what_a_lost_device_was_to_compute_is_not_sent(pair: SlowPair) -> None:
+    mover, side = pair.mover("prefill"), pair.sides["prefill"]
+    failed, prompt, name = side.moved.failed, new_prompt(PAGE), new_name()
+    pair.give("decode", Load("i", name, prompt, "p", 0, (), OURS))
+    mover.broken = True
+    pair.give("prefill", Begin("i", name, prompt), Save("i", PAGE, THEIRS))
+    until(lambda: side.moved.failed == failed + 1, pair.settings("prefill").deadline_seconds / 2)
+    mover.broken = False
+    pair.give("prefill", Release("i", 5))
+    sent(side, "i")
+    assert received(pair.sides["decode"], "i") == set(OURS)

@@ -7,6 +7,7 @@ from tests.mutants.guard import Guard
 MOMENTS = ("tests/connectors/worker_side/test_moments.py",)
 ENGINE_BLOCKS = ("tests/system/serving/test_engine_blocks.py",)
 BLOCKS_WAY = ("tests/connectors/worker_side/test_blocks_way.py",)
+DAEMON_REQUEST = ("tests/connectors/test_daemon_request.py",)
 AHEAD = ("tests/daemon/core/test_ahead.py",)
 
 GUARDS: tuple[Guard, ...] = (
@@ -105,5 +106,85 @@ GUARDS: tuple[Guard, ...] = (
         "save.blocks[self._named : upto]",
         "save.blocks[:upto]",
         BLOCKS_WAY,
+    ),
+    Guard(
+        "a push whose word fails waits on",
+        "connectors/block_requests.py",
+        "_Sending.go_on",
+        "self._client.fail(self._push.order.name, error)",
+        "pass",
+        MOMENTS,
+    ),
+    Guard(
+        "what a lost device was to compute is sent",
+        "connectors/block_requests.py",
+        "_Sending._say_computed",
+        "if after is not None and not self._tools.mover.is_computed(after):",
+        "if False:",
+        MOMENTS,
+    ),
+    Guard(
+        "the last word is said twice",
+        "connectors/block_requests.py",
+        "_Sending._say_token",
+        "self._told or ",
+        "",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "the last word is said before there is a token",
+        "connectors/block_requests.py",
+        "_Sending._say_token",
+        "if push.decided.is_set():",
+        "if True:",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a push that is over says its token",
+        "connectors/block_requests.py",
+        "BlockRequests.push",
+        "push.hear = hear_nothing",
+        "pass",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "what is computed before a push has begun is not told",
+        "connectors/block_requests.py",
+        "BlockRequests.push",
+        "sending.go_on()",
+        "pass",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a prompt that is asked for late has the time of its engine alone",
+        "connectors/daemon_requests.py",
+        "RequestTools.end_seconds",
+        "2 * self",
+        "self",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a name that runs is given up by another that has it",
+        "connectors/daemon_requests.py",
+        "DaemonRequest.__aexit__",
+        " or isinstance(error, NameInUse)",
+        "",
+        DAEMON_REQUEST,
+    ),
+    Guard(
+        "ranks wait for what was not opened",
+        "connectors/daemon_requests.py",
+        "DaemonRequest.__aexit__",
+        " and not isinstance(error, NotOpened)",
+        "",
+        DAEMON_REQUEST,
+    ),
+    Guard(
+        "an error of ours is taken for an end",
+        "connectors/daemon_requests.py",
+        "DaemonRequest.__aexit__",
+        "return handled",
+        "return True",
+        DAEMON_REQUEST,
     ),
 )

@@ -215,7 +215,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "a page at a prompt's end is named anew once the request goes on",
         "connectors/prompt_chain.py",
-        "AheadChain.pages",
+        "AheadChain._hashed",
         "if 0 <= self._open < tokens // self._page_size",
         "if False and 0 <= self._open < tokens // self._page_size",
         CHAIN,

@@ -1,0 +1,146 @@
+"""How a request of the worker's half ends at the daemon: aborted, declined to the other ranks, or left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.one_rank import OneRank
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_session import OpenSession, Sessions
+from kvferry.connectors.worker_state import Reports
+from kvferry.proto import common_pb2
+from kvferry.threads import CallThread
+from tests.client.requests import FACTS, GEOMETRY, admit, name
+from tests.connectors.engine_memory import EngineMemory
+from tests.support.fake_daemon import FakeDaemon
+
+TOO_MANY = 4_000_000  # tokens, whose digests no message takes
+
+
+@dataclass
+class Rank:
+    """Rank 0 of two, and a daemon that notes what it says."""
+
+    daemon: FakeDaemon
+    client: DaemonClient
+    tools: RequestTools
+    given_up: list[RequestName] = field(default_factory=list)
+
+    async def give_up(self, client: DaemonClient, request: RequestName) -> None:
+        await asyncio.sleep(0)
+        self.given_up.append(request)
+
+    def request(self, request: RequestName) -> DaemonRequest:
+        return self.tools.lease("r", request, self.give_up)
+
+    async def said(self) -> list[str]:
+        """What the daemon has heard of requests, behind all that was said until now."""
+        known = name()
+        await admit(self.client, known)
+        return self.daemon.kinds()[2:-1]  # without Hello, Attached and this
+
+
+def at_rank(folder: Path, scenario: Callable[[Rank], Awaitable[None]]) -> None:
+    async def nobody() -> None: ...
+
+    async def run() -> None:
+        async with FakeDaemon(folder, GEOMETRY) as daemon:
+            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=10)
+            client._rank = OneRank(0, 2, "e", common_pb2.ROLE_DECODE)
+            connect: OpenSession = DaemonClient.connect  # type: ignore[assignment]  # never called
+            sessions = Sessions(connect, quiet=nobody, changed=lambda there: None, settled=asyncio.Event())
+            sessions.client = client
+            engine, thread = EngineMemory(4), CallThread("copies")
+            tools = RequestTools(Settings(daemon.socket), engine.map, engine.mover, sessions, thread, Reports())
+            try:
+                await scenario(Rank(daemon, client, tools))
+            finally:
+                assert thread.close(10.0)
+                await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_name_that_runs_is_left_alone(tmp_path: Path) -> None:
+    async def scenario(rank: Rank) -> None:
+        running = name()
+        await admit(rank.client, running)
+        async with rank.request(running) as request:
+            await admit(request.client, running)
+        assert rank.tools.moved.failed == 1 and not rank.given_up
+        assert await rank.said() == ["admit"] and rank.client.open_requests == 2
+
+    at_rank(tmp_path, scenario)
+
+
+def test_what_was_never_opened_is_declined(tmp_path: Path) -> None:
+    async def scenario(rank: Rank) -> None:
+        async with rank.request(name()) as request:
+            await admit(request.client, name(), tokens=TOO_MANY)
+        assert rank.tools.moved.failed == 1
+        with pytest.raises(asyncio.CancelledError):
+            async with rank.request(name()):
+                raise asyncio.CancelledError
+        assert rank.tools.moved.failed == 1 and not rank.given_up
+        assert await rank.said() == ["admit", "abort"] * 2
+
+    at_rank(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "handled"),
+    [
+        (RequestFailed(common_pb2.ERROR_ABORTED, "it failed"), True),
+        (DaemonGone("it is gone"), True),
+        (RuntimeError("the device is lost"), False),
+        (asyncio.CancelledError(), False),
+    ],
+)
+def test_what_did_not_end_well_is_given_up_and_only_its_failure_at_the_daemon_is_an_end(
+    tmp_path: Path, error: BaseException, handled: bool
+) -> None:
+    async def scenario(rank: Rank) -> None:
+        opened, raised = name(), False
+        try:
+            async with rank.request(opened) as request:
+                await admit(request.client, opened)
+                raise error
+        except (RuntimeError, asyncio.CancelledError) as same:
+            raised = same is error
+        assert raised is not handled and rank.tools.moved.failed == handled
+        assert rank.given_up == [opened]
+
+    at_rank(tmp_path, scenario)
+
+
+def test_what_went_well_is_not_given_up(tmp_path: Path) -> None:
+    async def scenario(rank: Rank) -> None:
+        first, second = name(), name()
+        async with rank.request(first) as request:
+            await admit(request.client, first)
+            request.ended()
+        async with rank.request(second) as request:
+            await admit(request.client, second)
+            request.then(rank.tools.finish(request.client, second, 9))
+        await asyncio.gather(*rank.tools.behind)
+        assert not rank.given_up and await rank.said() == ["admit", "admit", "finish"]
+
+    at_rank(tmp_path, scenario)
+
+
+def test_without_a_daemon_nothing_is_said(tmp_path: Path) -> None:
+    async def scenario(rank: Rank) -> None:
+        rank.tools.sessions.client = None
+        async with rank.request(name()) as request:
+            await admit(request.client, name())
+        assert rank.tools.moved.failed == 1 and not rank.given_up
+
+    at_rank(tmp_path, scenario)
