@@ -296,7 +296,7 @@ _CORES = (
         "blocks are told to be computed behind the step that computes them",
         "connectors/block_requests.py",
         "BlockRequests._tell_held",
-        "await step.over.wait()",
+        "await step.over()",
         "pass",
         ("tests/connectors/worker_side/test_way_back_of_blocks.py",),
     ),
