@@ -31,6 +31,7 @@ _ERRORS: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
     (httpcore.ProtocolError, httpx.ProtocolError),
 )
 _CAUGHT = tuple(ours for ours, _ in _ERRORS)
+_LEFT = (httpcore.ReadError, httpcore.WriteError, httpcore.RemoteProtocolError)
 _Origin = tuple[bytes, bytes, int]
 _PORTS = {"http": 80, "https": 443}
 
@@ -46,7 +47,6 @@ class Connections(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
         origin = (url.raw_scheme, url.raw_host, url.port or _PORTS[url.scheme])
-        connection = await self._taken(origin)
         assert isinstance(request.stream, httpx.AsyncByteStream)
         asked = httpcore.Request(
             request.method,
@@ -55,24 +55,34 @@ class Connections(httpx.AsyncBaseTransport):
             content=request.stream,
             extensions=request.extensions,
         )
+        kept = await self._kept(origin)
+        connection = kept or self._new(origin)
         try:
-            answer = await connection.handle_async_request(asked)
+            answer = await _answered(connection, asked)
+        except _LEFT as error:
+            if kept is None:
+                raise _as_httpx(error) from error
+            # A server whose process stood still closes a connection with a request on its way to it.
+            connection = self._new(origin)
+            try:
+                answer = await _answered(connection, asked)
+            except _CAUGHT:
+                raise _as_httpx(error) from error  # not that it is gone now: another would be asked what ended it
         except _CAUGHT as error:
-            await connection.aclose()
             raise _as_httpx(error) from error
-        except BaseException:
-            await connection.aclose()
-            raise
         stream = _Answer(answer, connection, lambda: self._back(origin, connection))
         return httpx.Response(answer.status, headers=answer.headers, stream=stream, extensions=answer.extensions)
 
-    async def _taken(self, origin: _Origin) -> httpcore.AsyncHTTPConnection:
+    async def _kept(self, origin: _Origin) -> httpcore.AsyncHTTPConnection | None:
         idle = self._idle.get(origin, ())
         while idle:
             connection = idle.pop()
             if not connection.has_expired():  # nor has its server closed it
                 return connection
             await connection.aclose()
+        return None
+
+    def _new(self, origin: _Origin) -> httpcore.AsyncHTTPConnection:
         scheme, host, port = origin
         if scheme == b"https" and self._tls is None:
             self._tls = httpx.create_ssl_context(trust_env=False)
@@ -130,6 +140,14 @@ class _Answer(httpx.AsyncByteStream):
                 await self._connection.aclose()
                 raise
             await self._back()
+
+
+async def _answered(connection: httpcore.AsyncHTTPConnection, request: httpcore.Request) -> httpcore.Response:
+    try:
+        return await connection.handle_async_request(request)
+    except BaseException:
+        await connection.aclose()
+        raise
 
 
 def _as_httpx(error: Exception) -> httpx.TransportError:

@@ -44,6 +44,10 @@ class Upstream:
                     writer.write(CHUNKED + b"2\r\nok\r\n")
                 elif path == b"/nothing":
                     return
+                elif path == b"/once":  # closes what has come before, as a server that stood still does
+                    if self.opened == 1:
+                        return
+                    writer.write(WHOLE)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -90,6 +94,31 @@ def test_a_connection_that_its_server_has_closed_costs_no_request() -> None:
                 assert (await client.get("/then-closed")).text == "ok"
                 await none_open(up)
             assert up.opened == 3
+
+    asyncio.run(run())
+
+
+def test_a_kept_connection_that_is_closed_under_a_request_costs_none() -> None:
+    async def run() -> None:
+        async with world() as (up, client):
+            assert (await client.get("/whole")).text == "ok"
+            assert (await client.get("/once")).text == "ok"
+            assert up.opened == 2
+
+    asyncio.run(run())
+
+
+def test_what_ends_a_new_connection_is_asked_once() -> None:
+    async def run() -> None:
+        async with world() as (up, client):
+            for opened in (1, 2):
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await client.get("/nothing")
+                assert up.opened == opened
+            assert (await client.get("/whole")).text == "ok"
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get("/nothing")
+            assert up.opened == 4, "the kept one, and a new one"
 
     asyncio.run(run())
 
