@@ -187,7 +187,7 @@ class BlockRequests:
             await run_whole(self._tools.copier, partial(self._tools.mover.computed, after))
 
     def _lease(self, request: str, name: RequestName) -> DaemonRequest:
-        return self._tools.lease(request, name, self._give_up)
+        return DaemonRequest(self._tools, request, name, self._give_up)
 
     async def _give_up(self, client: DaemonClient, name: RequestName) -> None:
         """The blocks are the engine's again when this is over; however often it is cancelled."""

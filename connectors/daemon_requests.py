@@ -78,10 +78,6 @@ class RequestTools:
     moved: Moved = field(default_factory=Moved)
     behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for
 
-    def lease(self, request: str, name: RequestName, give_up: GiveUp) -> DaemonRequest:
-        """One request at the daemon: its failure is logged and ends the block; what did not end well is given up."""
-        return DaemonRequest(self, request, name, give_up)
-
     async def admit(
         self,
         client: DaemonClient,
@@ -167,7 +163,7 @@ class RequestTools:
         self.behind.add(task)
         task.add_done_callback(self.behind.discard)
 
-    def failed(self, request: str, error: BaseException | None) -> None:
+    def failed(self, request: str, error: Exception) -> None:
         self.moved.failed += 1
         _log.warning("request %s: the engine goes on alone: %s", request, error)
 
@@ -197,7 +193,8 @@ class RequestTools:
 
 
 class DaemonRequest:
-    """A request of ours at the daemon, from its first word to what ends it, as an `async with`; see `lease`.
+    """A request of ours at the daemon, from its first word to what ends it, as an `async with`: its failure is logged
+    and ends the block; what did not end well is given up.
 
     Not contextlib's: its generator, which the loop registers, too, is a tenth of what a prompt costs a connector.
     """
@@ -232,9 +229,9 @@ class DaemonRequest:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        handled = isinstance(error, (NotOpened, RequestFailed, DaemonGone))
-        if handled:
-            self._tools.failed(self._request, error)
+        failure = error if isinstance(error, (RequestFailed, DaemonGone)) else None
+        if failure is not None:
+            self._tools.failed(self._request, failure)
         if self._ending is not None:
             self._tools.later(self._ending)
         elif self._over or isinstance(error, NameInUse):  # the name is that of a request that runs
@@ -243,4 +240,4 @@ class DaemonRequest:
             await self._give_up(self._used, self._name)
         elif self._client is not None:  # it was never opened
             self._client.decline(self._name, UNWANTED)
-        return handled
+        return failure is not None

@@ -168,7 +168,7 @@ class PoolRequests:
         await end_all(tasks)
 
     def _lease(self, request: str, name: RequestName) -> DaemonRequest:
-        return self._tools.lease(request, name, self._give_up)
+        return DaemonRequest(self._tools, request, name, self._give_up)
 
     async def _give_up(self, client: DaemonClient, name: RequestName) -> None:
         """The engine need not wait for that: nothing of its own is touched by the daemon."""

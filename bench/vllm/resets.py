@@ -153,6 +153,9 @@ class Run:
             answer = await self.post(side, RESET)
             self.expect(answer == (200, {"success": True}), f"{side} answers with {answer}")
 
+    async def sleep(self, side: str) -> None:
+        self.expect(await self.post(side, "/sleep?level=1") == (200, None), f"{side} does not go to sleep")
+
     async def wake(self, side: str) -> None:
         async with new_client() as client:
             asleep = (await client.get(self.cluster.engines[side].url + "/is_sleeping")).json()
@@ -204,14 +207,14 @@ class Run:
         self.tell("both sleep at rest, and are woken")
         self.name("run 4, step 1")
         for side in SIDES:
-            self.expect(await self.post(side, "/sleep?level=1") == (200, None), f"{side} does not go to sleep")
+            await self.sleep(side)
         for side in SIDES:
             await self.wake(side)
         await self.ask_anew()
         await self.ask_twice()
         for number, mode in enumerate(("wait", "abort")):
             await self.while_decode_computes(f"run 5, step {number}", f"/sleep?level=1&mode={mode}", None)
-            self.expect((await self.post("prefill", "/sleep?level=1"))[0] == 200, "prefill does not go to sleep")
+            await self.sleep("prefill")
             await self.wake("prefill")
             await self.ask_anew()
 
@@ -248,7 +251,7 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
-    parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--sleep", action="store_true", help="only engines that sleep and are woken")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     ranks = ranks_of(args.ranks)

@@ -49,11 +49,6 @@ class CallThread:
             self._calls.put(None)
         return have_ended([self._thread], seconds)
 
-    @property
-    def waiting(self) -> int:
-        """Calls that have not begun."""
-        return self._calls.qsize()
-
     def _run(self, name: str) -> None:
         name_thread(name)
         while (call := self._calls.get()) is not None:

@@ -39,7 +39,7 @@ class Rank:
         self.given_up.append(request)
 
     def request(self, request: RequestName) -> DaemonRequest:
-        return self.tools.lease("r", request, self.give_up)
+        return DaemonRequest(self.tools, "r", request, self.give_up)
 
     async def said(self) -> list[str]:
         """What the daemon has heard of requests, behind all that was said until now."""

@@ -178,7 +178,7 @@ def test_blocks_are_reported_when_their_copy_is_over_however_often_it_is_cancell
     try:
         load = Load("a", name, prompt, "p", 0, (), (20, 21, 22, 23))
         pair.give("decode", load, StorePages("b", new_name(), new_prompt(PAGE), (30, 31)))
-        until(lambda: side._copier.waiting == 2)
+        until(lambda: side._copier._calls.qsize() == 2)
         for _ in range(3):
             pair.give("decode", Cancel("a"), Cancel("b"))
             heard(side)
@@ -206,7 +206,7 @@ def a_copy_waits(side: WorkerSide) -> Iterator[Callable[[], None]]:
     side._copier.submit(hold)
     assert begun.wait(SECONDS)
     try:
-        yield lambda: until(lambda: side._copier.waiting == 1)
+        yield lambda: until(lambda: side._copier._calls.qsize() == 1)
     finally:
         gate.set()
 

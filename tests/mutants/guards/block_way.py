@@ -183,7 +183,7 @@ GUARDS: tuple[Guard, ...] = (
         "an error of ours is taken for an end",
         "connectors/daemon_requests.py",
         "DaemonRequest.__aexit__",
-        "return handled",
+        "return failure is not None",
         "return True",
         DAEMON_REQUEST,
     ),
