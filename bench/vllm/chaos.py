@@ -15,9 +15,11 @@ import argparse
 import asyncio
 import os
 import random
+import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -276,6 +278,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def alike(told: list[str]) -> list[str]:
+    """Differences of several requests' replies to a prompt, in one line."""
+    times = Counter(re.sub(r": (request \d+|afterwards), ", ": ", each) for each in told)
+    return [f"{each} ({count} times)" for each, count in times.items()]
+
+
 def run_on(
     cluster: Cluster, asked: list[Messages], wanted: Wanted, faults: Faults, clients: int, tokens: int
 ) -> tuple[list[str], int]:
@@ -301,7 +309,7 @@ def run_on(
         *(["  MISSED: with all daemons back nothing is received or found"] if idle else []),
         *(f"  FAILED: {told}" for told in run.refused),
         *(f"  LEAK: {told}" for told in leaked),
-        *run.comparison.told,
+        *alike(run.comparison.told),
     ]
     return lines, len(run.comparison.wrong) + len(run.refused) + len(leaked) + idle
 

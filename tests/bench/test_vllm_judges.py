@@ -187,6 +187,15 @@ def test_slots_and_credits_that_are_missing_are_leaks(
     assert told in line
 
 
+def test_one_difference_of_many_replies_is_told_once(bench: SimpleNamespace) -> None:
+    told = ["  WRONG: request 3, prompt 5, token 1: a", "  allowed: request 4, prompt 5, token 2: b"]
+    told += ["  allowed: request 9, prompt 5, token 2: b", "  allowed: afterwards, prompt 5, token 2: b"]
+    assert bench.chaos.alike(told) == [
+        "  WRONG: prompt 5, token 1: a (1 times)",
+        "  allowed: prompt 5, token 2: b (3 times)",
+    ]
+
+
 def test_what_is_held_of_pool_and_requests_is_a_leak(bench: SimpleNamespace) -> None:
     side = at_rest()
     side.pool.locks, side.requests.waiting, side.quarantine.lost_workers = 1, 2, 3
