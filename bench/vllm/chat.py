@@ -53,7 +53,7 @@ WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    text: str
+    text: str  # as it is listed: by its id, since many ids of a small tokenizer have no text
     logprob: float
     second: float  # the second best token's log probability
 
@@ -90,7 +90,8 @@ def body(messages: Messages, max_tokens: int, *, logprobs: bool = True) -> dict[
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return {**asked, "logprobs": True, "top_logprobs": 2} if logprobs else asked
+    listed = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
+    return {**asked, **listed} if logprobs else asked
 
 
 async def events(client: httpx.AsyncClient, url: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
