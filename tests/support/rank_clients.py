@@ -37,8 +37,12 @@ class RankClients:
     async def finish(self, name: RequestName, **words: Any) -> None:
         await self._all("finish", name, **words)
 
-    async def begin(self, name: RequestName, **words: Any) -> Begun:
-        answer: Begun = await self._all("begin", name, **words)
+    def begin(self, name: RequestName, **words: Any) -> None:
+        for client in self.clients:
+            client.begin(name, **words)
+
+    async def begun(self, name: RequestName) -> Begun:
+        answer: Begun = await self._all("begun", name)
         return answer
 
     def progress(self, name: RequestName, tokens: int, blocks: Sequence[int] = ()) -> None:
