@@ -93,6 +93,14 @@ _CORES = (
         ENGINES,
     ),
     Guard(
+        "what was fetched for an aborted request is read when its blocks are another's",
+        _FETCHES,
+        "Fetches.arrived",
+        "fetch.ready if prompt.blocks is None else 0",
+        "fetch.ready",
+        ENGINES,
+    ),
+    Guard(
         "nothing is fetched for an engine that computes",
         _FETCHES,
         "Fetches._proceed",
