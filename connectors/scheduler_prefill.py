@@ -74,11 +74,6 @@ class PrefillScheduler(SchedulerSide):
         tracked.hurried = least > 1 and not self._worth.hold_up(most - max(computed, tracked.near))
         return not tracked.hurried
 
-    def _most(self, tracked: Tracked) -> int:
-        """Tokens that may be fetched of it; the last one is computed in any case."""
-        last, page = tracked.request.num_prompt_tokens - 1, self.shape.page_size
-        return last // page * page
-
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
         self._waiting.discard(request.request_id)

@@ -229,8 +229,9 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True
         for request, tokens in news.found.items():
-            if (tracked := self._tracked.get(request)) is not None and tracked.waits:
-                tracked.found = tokens if tracked.found == UNKNOWN and not tracked.unsent else tracked.found
+            tracked = self._tracked.get(request)
+            if tracked is not None and tracked.waits and tracked.found == UNKNOWN and not tracked.unsent:
+                tracked.found = min(tokens, self._most(tracked))  # it may be of one that had this id before
         for request, token in news.first.items():
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.first = token
@@ -272,6 +273,11 @@ class SchedulerSide:
         for request in scheduled:
             if (tracked := self._tracked.get(request)) is not None and tracked.since < 0:
                 tracked.since = tracked.request.num_computed_tokens
+
+    def _most(self, tracked: Tracked) -> int:
+        """Tokens that may be fetched of it; the last one is computed in any case."""
+        last, page = tracked.request.num_prompt_tokens - 1, self.shape.page_size
+        return last // page * page
 
     def _held(self, tracked: Tracked, tokens: int, computed: int) -> tuple[int, bool]:
         """What `matched` answers, of what the daemon holds of the first `tokens`."""

@@ -125,7 +125,10 @@ class WorkerSide:
         self._steps += 1
         self._saves = [order for order in orders.orders if isinstance(order, Save)]
         now: list[Order] = [each for each in orders.orders if not (isinstance(each, Save) or self._is_told(each))]
-        self._pushing = self._pushing or any(isinstance(order, Begin) for order in now)
+        for order in now:
+            if isinstance(order, Begin):
+                self._pushing = True
+                self._pushes.pop(order.request, None)  # one that had this id, and was cancelled
         if now:
             step = EngineStep(self._steps, self._tools.mover.moment() if any(map(_uses_blocks, now)) else None)
             # Blocks that a request holds may be another's that are computed in this very step.

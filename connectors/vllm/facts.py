@@ -60,8 +60,14 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> int:
             f"the device is {vllm_config.device_config.device_type!r}; the connector copies memory of the host and of "
             f"NVIDIA's GPUs: it must be one of {', '.join(DEVICES)}"
         )
-    # Only so this connector's halves are in one process, and copies can be ended before memory is taken away.
     backend = getattr(parallel, "distributed_executor_backend", None)
+    if backend == "external_launcher" and parallel.tensor_parallel_size > 1:
+        raise Unfit(
+            f"distributed_executor_backend is {backend!r} and tensor_parallel_size {parallel.tensor_parallel_size}: "
+            "each rank has a scheduler of its own, and they would hear of one load in different steps; start vLLM "
+            "with --distributed-executor-backend mp"
+        )
+    # Only so this connector's halves are in one process, and copies can be ended before memory is taken away.
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and backend not in ("uni", "external_launcher"):
         raise Unfit(
             f"sleep mode is on, and distributed_executor_backend is {backend!r}: the KV cache could be taken away "

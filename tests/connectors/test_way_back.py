@@ -237,3 +237,15 @@ def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) ->
         side.allocated(requests[0], blocks(TOKENS), 40 if how == "allocated" else 0)
     assert side.matched(requests[-1], 0) == (None, False)
     assert side.matched(requests[-2], 0) == (0, False)
+
+
+def test_what_was_found_of_another_of_the_same_id_is_no_more_than_this_prompt() -> None:
+    """The engine would end if it were told of more: word of a prompt that its client gave up may come behind the
+    next one of its id."""
+    side, request, _ = waiting()
+    side.finished(request, [])
+    again = Request("a", 21, {**TO_PREFILL, "kvferry_attempt": 2})
+    side.new_request(again)
+    assert side.matched(again, 0) == (None, False)
+    found(side, 40)
+    assert side.matched(again, 0) == (16, True)

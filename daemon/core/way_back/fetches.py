@@ -308,7 +308,10 @@ class Fetches:
         if fetch.ready == before or fetch.entry.state is not EntryState.FETCHING:
             return
         assert prompt is not None
-        prompt.pages_ready, prompt.computed = fetch.ready, fetch.ready * self._cache.page_size
+        prompt.computed = fetch.ready * self._cache.page_size
+        # An engine's blocks are the request's for sure once it has computed behind them: where it is aborted as their
+        # load is reported, the engine gives them away before it says Abort.
+        prompt.pages_ready = fetch.ready if prompt.blocks is None else 0
         if prompt.keep:
             self._publish(prompt, fetch.ready)
         for follower, theirs in self._followers(fetch):

@@ -83,7 +83,8 @@ class Engine:
 
 
 def test_an_engine_that_fits() -> None:
-    for engine in (Engine(), Engine(sleeps=True, backend="uni"), Engine(policy="priority", caching=False)):
+    launched, priority = Engine(backend="external_launcher"), Engine(policy="priority", caching=False)
+    for engine in (Engine(), Engine(sleeps=True, backend="uni"), launched, priority):
         assert check_config(engine.vllm, engine.kv) == BLOCK
 
 
@@ -95,6 +96,10 @@ def test_an_engine_that_fits() -> None:
         (Engine(parallel={"prefill_context_parallel_size": 2}), "prefill_context_parallel_size is 2; .*: set it to 1"),
         (Engine(caching=False, images=True), "prefix caching is off, .* --enable-prefix-caching"),
         (Engine(sleeps=True), "sleep mode is on, .* is 'mp': .* --distributed-executor-backend uni, or without"),
+        (
+            Engine(parallel={"tensor_parallel_size": 2}, backend="external_launcher"),
+            "is 'external_launcher' and tensor_parallel_size 2: .* --distributed-executor-backend mp",
+        ),
         (Engine(policy="priority"), "scheduling_policy is 'priority', .* --no-enable-prefix-caching, or with .* fcfs"),
         (Engine(device="xpu"), "the device is 'xpu'; .* one of cpu, cuda"),
         (

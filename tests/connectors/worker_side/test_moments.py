@@ -180,3 +180,17 @@ def test_what_a_lost_device_was_to_compute_is_not_sent(pair: SlowPair) -> None:
     pair.give("prefill", Release("i", 5))
     sent(side, "i")
     assert received(pair.sides["decode"], "i") == set(OURS)
+
+
+def test_the_end_of_one_is_not_taken_for_another_ones_of_the_same_id(pair: SlowPair) -> None:
+    """What waits was given up, and the other thread has not heard of it when the next one of its id is over: that is
+    reported all the same, else the engine had its blocks never again."""
+    side, prompt, name = pair.sides["prefill"], new_prompt(PAGE), new_name()
+    pair.give("prefill", Begin("j", new_name(), new_prompt(PAGE), waits=True))
+    until(lambda: requests(pair, "prefill"))
+    side._loop.call_soon_threadsafe(time.sleep, 0.3)
+    pair.give("prefill", Cancel("j"), Begin("j", name, prompt), Save("j", PAGE, THEIRS))
+    pair.give("prefill", Release("j", 5))
+    pair.give("decode", Load("j", name, prompt, "p", 0, (), OURS))
+    assert received(pair.sides["decode"], "j") == set()
+    sent(side, "j")

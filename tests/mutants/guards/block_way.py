@@ -44,6 +44,14 @@ GUARDS: tuple[Guard, ...] = (
         MOMENTS,
     ),
     Guard(
+        "the end of a prompt is told to one that had its id before",
+        "connectors/worker_side.py",
+        "WorkerSide.take",
+        "self._pushes.pop(order.request, None)",
+        "pass",
+        MOMENTS,
+    ),
+    Guard(
         "blocks are given back while the daemon may write them",
         "client/client.py",
         "DaemonClient.release",

@@ -193,6 +193,14 @@ GUARDS: tuple[Guard, ...] = (
         FACTS,
     ),
     Guard(
+        "schedulers of one engine's ranks hear of a load in different steps",
+        "connectors/vllm/facts.py",
+        "check_engine",
+        'if backend == "external_launcher" and parallel.tensor_parallel_size > 1:',
+        "if False:",
+        FACTS,
+    ),
+    Guard(
         "an engine may sleep under a copy",
         "connectors/vllm/facts.py",
         "check_engine",

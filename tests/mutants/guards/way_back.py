@@ -7,6 +7,7 @@ CHOICE = ("tests/daemon/core/way_back/test_choice.py",)
 BLOCKS = ("tests/daemon/core/way_back/test_of_blocks.py",)
 ENGINES = ("tests/daemon/core/way_back/test_engines.py",)
 PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
+SCHEDULER = ("tests/connectors/test_way_back.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
 _CHOICE = "daemon/core/way_back/choice.py"
 
@@ -90,6 +91,22 @@ _CORES = (
         "Fetches._proceed",
         "self._tell(entry, 0)",
         "pass",
+        ENGINES,
+    ),
+    Guard(
+        "an engine is told of more than its prompt",
+        "connectors/scheduler_side.py",
+        "SchedulerSide.hear",
+        "min(tokens, self._most(tracked))",
+        "tokens",
+        SCHEDULER,
+    ),
+    Guard(
+        "what was fetched for an aborted request is read when its blocks are another's",
+        _FETCHES,
+        "Fetches.arrived",
+        "fetch.ready if prompt.blocks is None else 0",
+        "fetch.ready",
         ENGINES,
     ),
     Guard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.daemon.core.cache import Cache, CacheLimits
-from kvferry.daemon.core.effects import BindPages, OpenSend, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.effects import BindPages, OpenSend, SendProgress, StartFetch, StopFetch, WakeAt, ZeroPages
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import BlockShape
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
@@ -254,12 +254,30 @@ def test_an_engine_names_the_blocks_that_are_fetched_into() -> None:
     side.core.fetch_completed(1, 0.0)
     side.take()
     assert side.matched() == 3 and side.core.fetches.fetched_tokens == 3 * PAGE
-    (send,) = side.of(OpenSend)
-    assert send.pages_ready == 3
     side.core.progress(1, A, TOKENS, 1.0, (*BLOCKS[3 * PER_PAGE :], 99))
     side.core.aux(1, A, b"", 1.0)
     side.take()
     assert side.state is EntryState.SERVED
+
+
+def test_what_is_fetched_is_sent_once_the_engine_has_gone_on_behind_it() -> None:
+    """An engine hears that a load is over and frees the blocks of a request that was aborted meanwhile, before its
+    Abort is said. What it has computed something of it frees behind Ended."""
+    side = offered(held=3)
+    side.fetch(BLOCKS[: 3 * PER_PAGE])
+    side.core.fetch_arrived(1, [0, 1, 2], 0.0)
+    side.core.fetch_completed(1, 0.0)
+    side.take()
+    (send,) = side.of(OpenSend)
+    assert side.matched() == 3 and send.pages_ready == 0
+    again = peer.Ask(transfer=2, name=A.to_proto(), namespace_id=NAMESPACE, pages=2, tokens=TOKENS, tail_digest=TAIL)
+    again.last_full_digest = digests("x", FULL)[-32:]
+    side.ask_as(again, A)  # what decode had itself could not be restored
+    (send,) = side.of(OpenSend)
+    assert send.page_ids == tuple(side.core.entries[A].hold.pages[:2]) and send.pages_ready == 0
+    side.core.progress(1, A, 4 * PAGE, 1.0, BLOCKS[3 * PER_PAGE :])
+    side.take()
+    assert [progress.pages_ready for progress in side.of(SendProgress)] == [4, 4]
 
 
 def test_blocks_that_the_engine_holds_are_read_and_never_written() -> None:
