@@ -52,7 +52,7 @@ def test_under_atheris_in_short() -> None:
 
 @needs_atheris
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_under_atheris() -> None:
     """Each target; a table."""
     print(under_atheris("all", f"--seconds={os.environ.get('FUZZ_SECONDS', '60')}"))
