@@ -87,6 +87,7 @@ class WorkerSide:
         self._requests: DaemonRequests = BlockRequests(tools) if settings.pool == "engine" else PoolRequests(tools)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._pushes: dict[str, Push] = {}
+        self._begun: dict[str, int] = {}  # prompts whose end was not ordered, by the step that began them
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
         self._loading = False  # blocks were ever given to a load or a store; then orders keep behind it
         self._steps = 0  # that came with orders
@@ -128,7 +129,9 @@ class WorkerSide:
         for order in now:
             if isinstance(order, Begin):
                 self._pushing = True
-                self._pushes.pop(order.request, None)  # one that had this id, and was cancelled
+                self._begun[order.request] = self._steps
+            elif isinstance(order, (Drop, Cancel)):
+                self._begun.pop(order.request, None)
         if now:
             step = EngineStep(self._steps, self._tools.mover.moment() if any(map(_uses_blocks, now)) else None)
             # Blocks that a request holds may be another's that are computed in this very step.
@@ -145,7 +148,10 @@ class WorkerSide:
         if isinstance(order, FirstToken):
             self.tell(order)
             return True
-        if not isinstance(order, Release) or (push := self._pushes.get(order.request)) is None:
+        if not isinstance(order, Release):
+            return False
+        push, begun = self._pushes.get(order.request), self._begun.pop(order.request, None)
+        if push is None or push.since != begun:  # the other thread has not come to it, or to the end of one of that id
             return False
         if not push.decided.is_set():
             self._loop.call_soon_threadsafe(push.decide, order.token)

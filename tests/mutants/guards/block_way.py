@@ -46,9 +46,9 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "the end of a prompt is told to one that had its id before",
         "connectors/worker_side.py",
-        "WorkerSide.take",
-        "self._pushes.pop(order.request, None)",
-        "pass",
+        "WorkerSide._is_told",
+        "push is None or push.since != begun",
+        "push is None",
         MOMENTS,
     ),
     Guard(
