@@ -99,7 +99,6 @@ MET_BY_MANY = (
     "warm-ups left as their prompt was computed",
 )
 MANY = 1000
-FEW = 100  # of as many seeds one may lack something
 # Likewise, of seeds whose engines have blocks of their own.
 MET_WITH_BLOCKS = (
     "blocks that another request has had",
@@ -143,9 +142,8 @@ def judge(outcomes: list[Outcome], always: Sequence[str] = MET) -> None:
     for done in outcomes:
         total += done.counts
         assert done.counts["requests"] >= REQUESTS
-    for what, counters in LEAST.items():
-        without = [done.seed for done in outcomes if not any(done.counts[each] for each in counters)]
-        assert len(without) <= len(outcomes) // FEW, f"seeds {without} had no {what}"
+        for what, counters in LEAST.items():
+            assert any(done.counts[each] for each in counters), f"seed {done.seed} had no {what}"
     print(f"\n{len(outcomes)} seeds, {outcomes[0].seed} to {outcomes[-1].seed}:")
     show(total)
     met = (*MET, *MET_BY_MANY, *MET_WITH_BLOCKS) if len(outcomes) >= MANY else always
