@@ -178,7 +178,7 @@ def staging(words: str) -> Iterator[None]:
 
     def made(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
         engines = [GpuCopyEngine(ordinal, deep_buffers=buffers, buffer_bytes=size * MIB) for _ in range(2)]
-        return GpuCopies(engines[0]), GpuCopies(engines[1])
+        return GpuCopies(engines[0], restores=engines[1]), GpuCopies(engines[1])
 
     print(f"staged in {buffers} buffers of {size} MiB:", flush=True)
     with mock.patch.object(gpu_ranks, "copiers", made):

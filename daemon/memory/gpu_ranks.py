@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
     """The engines of spills and of restores: two, since an engine has one stream to host memory, and a restore, which a
     request waits for, is not to be behind spills. GpuUnavailable, GpuError."""
-    return GpuCopies(GpuCopyEngine(ordinal)), GpuCopies(GpuCopyEngine(ordinal, deep_buffers=RESTORE_BUFFERS))
+    restores = GpuCopyEngine(ordinal, deep_buffers=RESTORE_BUFFERS)
+    return GpuCopies(GpuCopyEngine(ordinal), restores=restores), GpuCopies(restores)
 
 
 class RankMemory:

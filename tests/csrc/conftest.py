@@ -56,7 +56,8 @@ def on_the_fake(fake: ctypes.CDLL, library: str, monkeypatch: pytest.MonkeyPatch
     """A daemon's pools are."""
 
     def copiers(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-        return GpuCopies(GpuCopyEngine(ordinal, library)), GpuCopies(GpuCopyEngine(ordinal, library))
+        restores = GpuCopyEngine(ordinal, library)
+        return GpuCopies(GpuCopyEngine(ordinal, library), restores=restores), GpuCopies(restores)
 
     monkeypatch.setattr(gpu_ranks, "copiers", copiers)
     monkeypatch.setattr(gpu_ranks, "gpu_device_ordinal", lambda uuid: uuid[0])

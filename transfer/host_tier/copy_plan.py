@@ -3,8 +3,9 @@
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
 are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). An engine's process and this one have
 the GPU by turns, so that such a kernel waits for a turn, which staging covers (CopyTuning.deep_buffers), and the engine
-for the kernel's: spills, for which nobody waits, go without one where fragments are long enough (`batch`). Under MPS it
-runs beside the engine's kernels: where these hold every multiprocessor, as matrix products do, it waits for the end of
+for the kernel's: spills, for which nobody waits, go without one where fragments are long enough (`batch`), until pages
+are restored meanwhile, which takes the turns anyway: the bus has more of both where both are staged. Under MPS it runs
+beside the engine's kernels: where these hold every multiprocessor, as matrix products do, it waits for the end of
 one; then a copy engine walks over the fragments itself (`pitched`), which costs it some 2.5 us a page, and nobody else
 anything. (That time is the engine's, one for
 each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
@@ -97,16 +98,21 @@ OF_LISTS: Mapping[Strategy, ListStrategy] = {
 class GpuCopies:
     """Spill and restore over one engine: a copy is issued, and runs while the caller does other things."""
 
-    def __init__(self, engine: GpuCopyEngine, strategy: Strategy | None = None) -> None:
-        """strategy: of every copy; else the environment's, else what is chosen for each."""
+    def __init__(
+        self, engine: GpuCopyEngine, strategy: Strategy | None = None, *, restores: GpuCopyEngine | None = None
+    ) -> None:
+        """strategy: of every copy; else the environment's, else what is chosen for each. restores: the engine that
+        restores beside spills of this one; None: itself."""
         self.engine = engine
+        self._restoring = restores or engine
         self.forced = strategy or from_environment()
         self.beside = engine.mps
         """Whether other kernels run beside those of copies, in the same turn of the GPU."""
 
     def plan_spill(self, pages: GpuPages, count: int) -> Strategy:
         """The strategy for a copy of `count` of these pages to the host."""
-        if self.forced is None and not self.beside and pages.fragment_bytes >= LONG_SPILLED:
+        long = pages.fragment_bytes >= LONG_SPILLED
+        if self.forced is None and not self.beside and long and not self._restoring.under_way_from_host:
             return "batch"
         return self.plan(pages, count, lambda: self.engine.under_way_to_host)
 

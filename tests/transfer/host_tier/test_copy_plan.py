@@ -91,9 +91,10 @@ def nothing() -> int:
 class Idle:
     """An engine that is asked whether the GPU is busy."""
 
-    def __init__(self, mps: bool) -> None:
+    def __init__(self, mps: bool, restored: int = 0) -> None:
         self.asked = 0
         self.mps = mps
+        self.under_way_from_host = restored
 
     def busy(self) -> bool:
         self.asked += 1
@@ -136,6 +137,16 @@ def test_spills_of_long_fragments_take_nothing_of_an_engines_turn(monkeypatch: p
     assert copies.plan_spill(Pages(32 * KIB - 16), 10) == "staged"  # type: ignore[arg-type]
     assert GpuCopies(Idle(mps=True)).plan_spill(Pages(32 * KIB), 10) == "staged"  # type: ignore[arg-type]
     assert GpuCopies(Idle(mps=False), "kernel").plan_spill(Pages(32 * KIB), 10) == "kernel"  # type: ignore[arg-type]
+
+
+def test_spills_of_long_fragments_are_staged_while_pages_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    restores = Idle(mps=False, restored=2 << 20)
+    copies = GpuCopies(Idle(mps=False), restores=restores)  # type: ignore[arg-type]
+    assert copies.plan_spill(Pages(32 * KIB), 10) == "staged"  # type: ignore[arg-type]
+    assert copies.plan_spill(Pages(512 * KIB), 10) == "batch"  # type: ignore[arg-type]
+    restores.under_way_from_host = 0
+    assert copies.plan_spill(Pages(32 * KIB), 10) == "batch"  # type: ignore[arg-type]
 
 
 def test_environment() -> None:
