@@ -43,8 +43,19 @@ class Restarts:
 
     def decode(self) -> None:
         """A decode daemon is killed, loses its power, or ends in order; the next one finds its host tier's file."""
+        random = self._clock.random
+        self._end(random.choice(self._simulation.decodes), random.choice(_ENDS))
+
+    def mend_tiers(self) -> None:
+        """An operator ends each decode daemon whose host tier came to nothing: the next one's may grow."""
+        for side in list(self._simulation.decodes):
+            tier = cast("SimTier | None", side.tiers.host)
+            if tier is not None and tier.came_to_nothing:
+                self._clock.counts["daemons ended for a tier without a row"] += 1
+                self._end(side, "closed")
+
+    def _end(self, old: SimDecode, how: End) -> None:
         clock = self._clock
-        old, how = clock.random.choice(self._simulation.decodes), clock.random.choice(_ENDS)
         if how == "closed" and old.ending:
             return
         clock.counts["decode daemon restarts"] += 1

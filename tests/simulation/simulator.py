@@ -232,6 +232,7 @@ class Simulation:
         if self.requests_left == 0 and self._more > 0 and not self.counts["restores"]:  # a seed meets one
             self.requests_left = min(self._more, 20)
             self._more -= self.requests_left
+            self.restarts.mend_tiers()
         while self._due and self._due[-1][0] >= self.requests_left:
             _, fault = self._due.pop()
             self.clock.after(self.clock.between(0.0, 0.02), fault)
