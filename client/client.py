@@ -37,6 +37,7 @@ from kvferry.client.requests import (
     check_size,
     milliseconds,
     name_in_use,
+    unsaid,
     with_page_tokens,
 )
 from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, new_hello, open_stream
@@ -300,6 +301,16 @@ class DaemonClient:
         await self._wait(name, self._of(name).ended, deadline_s, "Ended")
         self._requests.pop(name, None)
 
+    def when_ended(self, name: RequestName, hear: Callable[[Exception | None], None]) -> None:
+        """Has `hear` called with None when `ended` would return, or with what it would raise; without a deadline."""
+
+        def over(ended: asyncio.Future[None]) -> None:
+            if (error := ended.exception()) is None:
+                self._requests.pop(name, None)
+            hear(error)
+
+        self._of(name).ended.add_done_callback(over)
+
     # -- both ------------------------------------------------------------------------------------------------------
 
     def check(self, name: RequestName) -> None:
@@ -307,10 +318,6 @@ class DaemonClient:
         request = self._of(name)
         if request.failure is not None:
             raise request.failure
-
-    def fail(self, name: RequestName, error: Exception) -> None:
-        """Ends what is waited for of an open request, which is to be aborted, by this error."""
-        self._requests[name].fail(error)
 
     def check_kept(self, name: RequestName) -> None:
         """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to
@@ -424,8 +431,7 @@ class DaemonClient:
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
         if not await is_done(future, deadline_s):
-            why = f"the daemon did not say {what} of {name} within {deadline_s:g} s"
-            raise RequestFailed(common_pb2.ERROR_DEADLINE_EXCEEDED, why)
+            raise unsaid(what, name, deadline_s)
         return future.result()
 
     def _raise_if_broken(self) -> None:

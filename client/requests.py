@@ -45,6 +45,12 @@ class RequestFailed(Exception):
         self.of_prefill = of_prefill
 
 
+def unsaid(what: str, name: RequestName, deadline_s: float) -> RequestFailed:
+    """The failure of a request of which the daemon has not said what it was to say."""
+    why = f"the daemon did not say {what} of {name} within {deadline_s:g} s"
+    return RequestFailed(common_pb2.ERROR_DEADLINE_EXCEEDED, why)
+
+
 class NotOpened(RequestFailed):
     """Refused here: the daemon has heard nothing of it, so there is nothing to abort. A request of the same name that
     runs already goes on."""

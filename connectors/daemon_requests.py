@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonRequests(Protocol):
-    """The requests, as orders make them; each call is a task of its own, which may be cancelled. When it is over the
+    """The requests, as orders make them; each call is a work of its own, which may be cancelled. When it is over the
     engine has its blocks back."""
 
     awaits_computed: bool
@@ -55,14 +55,14 @@ class DaemonRequests(Protocol):
 
     async def store(self, order: StorePages, begun: Moment) -> None: ...
 
-    async def push(self, push: Push) -> bool:
+    def push(self, push: Push) -> asyncio.Future[bool]:
         """Whether all of it is in the daemon's hands."""
 
-    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
-        """Nothing is read any more from the blocks of a push that is under way in this task."""
+    async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
+        """Nothing is read any more from the blocks of a push that this work makes."""
 
-    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Ends these tasks, as far as they use the session that is over: when this returns, it may be closed."""
+    async def quiet(self, works: Sequence[asyncio.Future[Any]]) -> None:
+        """Ends these works, as far as they use the session that is over: when this returns, it may be closed."""
 
 
 @dataclass(slots=True)
@@ -230,11 +230,12 @@ class DaemonRequest:
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         failure = error if isinstance(error, (RequestFailed, DaemonGone)) else None
+        over, self._over = self._over, True
         if failure is not None:
             self._tools.failed(self._request, failure)
         if self._ending is not None:
             self._tools.later(self._ending)
-        elif self._over or isinstance(error, NameInUse):  # the name is that of a request that runs
+        elif over or isinstance(error, NameInUse):  # the name is that of a request that runs
             pass
         elif self._used is not None and not isinstance(error, NotOpened):
             await self._give_up(self._used, self._name)

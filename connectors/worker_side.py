@@ -85,7 +85,7 @@ class WorkerSide:
         self._sessions = Sessions(connect, quiet=self._quiet, changed=self._session_changed, settled=self._settled)
         tools = self._tools = RequestTools(settings, blocks, mover, self._sessions, self._copier, self.reports)
         self._requests: DaemonRequests = BlockRequests(tools) if settings.pool == "engine" else PoolRequests(tools)
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._works: dict[str, asyncio.Future[Any]] = {}
         self._pushes: dict[str, Push] = {}
         self._begun: dict[str, int] = {}  # prompts whose end was not ordered, by the step that began them
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
@@ -200,7 +200,7 @@ class WorkerSide:
         """Ends everything that was ordered, reported as ever. When this returns nothing touches a block. Raises
         TimeoutError."""
         self._flush()
-        wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)
+        wait_for(end_all(self._works.values()), self._loop, PREEMPT_SECONDS)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -227,7 +227,7 @@ class WorkerSide:
 
     async def _quiet(self) -> None:
         """Ends all that touches the daemon's memory."""
-        await self._requests.quiet([*self._tasks.values(), *self._tools.behind])
+        await self._requests.quiet([*self._works.values(), *self._tools.behind])
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class WorkerSide:
             elif isinstance(order, Begin):
                 push = self._pushes[order.request] = Push(order, step.number, step.begun, received=not order.blocks)
                 push.copying.set()
-                self._run(order.request, self._requests.push(push), partial(self._pushed, push))
+                self._watch(order.request, self._requests.push(push), partial(self._pushed, push))
             elif isinstance(order, Fill):
                 self._fill(order, step)
             elif isinstance(order, Release):
@@ -251,37 +251,37 @@ class WorkerSide:
                 self._drop(order)
             elif isinstance(order, Forget):
                 self.moved.resets += 1
-                for request in self._tasks:
+                for request in self._works:
                     self._cancel(request)
             elif isinstance(order, Cancel):
                 self._cancel(order.request)
                 self._pushes.pop(order.request, None)  # that it was received is all that is to be reported
 
     def _run(self, request: str, work: Coroutine[Any, Any, _T], report: Callable[[_T | None], None]) -> None:
-        """`report` is called once with what `work` returned, None where it was cancelled, maybe before it began."""
-        task = self._loop.create_task(work, name=request)
-        self._tasks[request] = task
+        self._watch(request, self._loop.create_task(work, name=request), report)
 
-        def ended(done: asyncio.Task[_T]) -> None:
-            if self._tasks.get(request) is done:
-                del self._tasks[request]
+    def _watch(self, request: str, work: asyncio.Future[_T], report: Callable[[_T | None], None]) -> None:
+        """`report` is called once with the work's result, None where it was cancelled, maybe before it began."""
+        self._works[request] = work
+
+        def ended(done: asyncio.Future[_T]) -> None:
+            if self._works.get(request) is done:
+                del self._works[request]
             error = None if done.cancelled() else done.exception()
             if error is not None:
                 self.moved.failed += 1
                 _log.error("request %s: %r", request, error, exc_info=error)
             report(None if done.cancelled() or error is not None else done.result())
 
-        task.add_done_callback(ended)
+        work.add_done_callback(ended)
 
     def _cancel(self, request: str) -> None:
-        if (task := self._tasks.get(request)) is None:
+        if (work := self._works.get(request)) is None:
             return
-        work = task.get_coro()
-        assert inspect.iscoroutine(work)
-        if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-            self._loop.call_soon(task.cancel)  # once it has begun: other ranks may wait for its word
+        if isinstance(work, asyncio.Task) and inspect.getcoroutinestate(work.get_coro()) == inspect.CORO_CREATED:
+            self._loop.call_soon(work.cancel)  # once it has begun: other ranks may wait for its word
         else:
-            task.cancel()
+            work.cancel()
 
     def _loaded(self, order: Load | Restore, good: int | None) -> None:
         """Reports a load: nothing writes into its blocks any more; the first `good` of them are as they should be."""
@@ -319,7 +319,7 @@ class WorkerSide:
 
     async def _preempt(self, requests: Sequence[str]) -> None:
         """Takes the requests' blocks away: nothing is read from them any more."""
-        pushes = [(push, self._tasks.get(push.order.request)) for push in map(self._pushes.get, requests) if push]
+        pushes = [(push, self._works.get(push.order.request)) for push in map(self._pushes.get, requests) if push]
         await asyncio.gather(*(self._requests.take_away(push, task) for push, task in pushes))
 
     def _stored(self, order: StorePages, _: None) -> None:

@@ -212,11 +212,11 @@ def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, sec
     raise TimeoutError(f"not over within {seconds:g} s")
 
 
-async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def end_all(works: Iterable[asyncio.Future[Any]]) -> None:
     """Cancels those that there are when it begins; they are over when this is."""
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
+    ending = list(works)
+    for work in ending:
+        work.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
 
 
