@@ -37,7 +37,6 @@ from kvferry.client.requests import (
     check_size,
     milliseconds,
     name_in_use,
-    unsaid,
     with_page_tokens,
 )
 from kvferry.client.stream import MAX_UNSENT_BYTES, Stream, new_hello, open_stream
@@ -248,19 +247,15 @@ class DaemonClient:
         """Asks the daemon for pages for this prompt; `begun` has them. `blocks`: the first of them, of an engine that
         has registered blocks, and need not wait for `begun`; they are read until `ended` or `abort` returns. Raises
         DaemonGone; NotOpened when the name is in use or the prompt's digests do not fit in a message."""
-        begin = worker_pb2.Begin(
-            name=name.to_proto(),
-            digests=digests,
-            tokens=tokens,
-            tail_digest=tail_digest,
-            deadline_ms=milliseconds(deadline_s),
-            priority=priority,
-            warmup=warmup,
-            traceparent=traceparent,
-            blocks=blocks,
-        )
-        patience.mark(begin)
-        self._open(name, worker_pb2.WorkerMessage(begin=begin), tokens, deadline_s).proceed = patience.proceed
+        message = worker_pb2.WorkerMessage()
+        begin = message.begin  # filled in place: what is put in a message is copied
+        begin.name.request_id, begin.name.attempt = name
+        begin.digests, begin.tokens, begin.tail_digest = digests, tokens, tail_digest
+        begin.deadline_ms, begin.priority, begin.warmup = milliseconds(deadline_s), priority, warmup
+        begin.traceparent = traceparent
+        begin.blocks.extend(blocks)
+        begin.patience, begin.held_tokens = patience.kind, patience.held_tokens
+        self._open(name, message, tokens, deadline_s).proceed = patience.proceed
 
     async def begun(self, name: RequestName) -> Begun:
         """Waits for the answer to `begin`, at most for the deadline given to it. Raises RequestFailed, DaemonGone."""
@@ -278,15 +273,21 @@ class DaemonClient:
         """The KV of the prompt's first `tokens` tokens is in the pool; `blocks`: those that follow what was named.
         Raises RequestFailed if the request failed."""
         self.check(name)
-        message = worker_pb2.WorkerMessage(progress=worker_pb2.Progress(name=name.to_proto(), tokens=tokens))
-        message.progress.blocks.extend(blocks)
+        message = worker_pb2.WorkerMessage()
+        progress = message.progress
+        progress.name.request_id, progress.name.attempt = name
+        progress.tokens = tokens
+        progress.blocks.extend(blocks)
         self._send(message)
 
     def aux(self, name: RequestName, blob: bytes) -> None:
         """The worker's last word: it touches the request's pages no more."""
         assert len(blob) <= MAX_AUX_BYTES
         self.check(name)
-        self._send(worker_pb2.WorkerMessage(aux=worker_pb2.Aux(name=name.to_proto(), blob=blob)))
+        message = worker_pb2.WorkerMessage()
+        message.aux.name.request_id, message.aux.name.attempt = name
+        message.aux.blob = blob
+        self._send(message)
 
     def stow(self, name: RequestName, told: Callable[[Stowed], None]) -> None:
         """Asks for the blocks of a request back, behind `aux`, where Welcome.stows. `told` hears the answer, or nothing
@@ -301,15 +302,17 @@ class DaemonClient:
         await self._wait(name, self._of(name).ended, deadline_s, "Ended")
         self._requests.pop(name, None)
 
-    def when_ended(self, name: RequestName, hear: Callable[[Exception | None], None]) -> None:
-        """Has `hear` called with None when `ended` would return, or with what it would raise; without a deadline."""
+    def when_ended(self, name: RequestName, hear: Callable[[BaseException | None], None]) -> None:
+        """Has `hear` called, once, when `ended` would return, with None, or raise, with the error."""
+        request = self._of(name)
+        if request.ended.done():
+            hear(request.ended.exception())
+        else:
+            request.hear_end = hear
 
-        def over(ended: asyncio.Future[None]) -> None:
-            if (error := ended.exception()) is None:
-                self._requests.pop(name, None)
-            hear(error)
-
-        self._of(name).ended.add_done_callback(over)
+    def forget(self, name: RequestName) -> None:
+        """Forgets a request of which `when_ended` was told that it has ended."""
+        del self._requests[name]
 
     # -- both ------------------------------------------------------------------------------------------------------
 
@@ -431,7 +434,8 @@ class DaemonClient:
 
     async def _wait(self, name: RequestName, future: asyncio.Future[_T], deadline_s: float, what: str) -> _T:
         if not await is_done(future, deadline_s):
-            raise unsaid(what, name, deadline_s)
+            why = f"the daemon did not say {what} of {name} within {deadline_s:g} s"
+            raise RequestFailed(common_pb2.ERROR_DEADLINE_EXCEEDED, why)
         return future.result()
 
     def _raise_if_broken(self) -> None:

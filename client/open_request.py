@@ -34,6 +34,7 @@ class OpenRequest:
         self.grown: asyncio.Future[tuple[int, ...]] | None = None
         self.stowed: Callable[[Stowed], None] | None = None  # hears the answer to Stow
         self.proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
+        self.hear_end: Callable[[BaseException | None], None] | None = None  # called as `ended` is done
 
     def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
         """Raises ValueError when the daemon gives pages that the request cannot have."""
@@ -68,6 +69,7 @@ class OpenRequest:
         elif kind == "ended":
             _resolve(self.ended, None)
             _resolve(self.released, None)
+            self._tell_end()
         elif kind == "failed":
             error = event.failed.error
             if self.failure is None:  # else the daemon answers what crossed it
@@ -83,6 +85,12 @@ class OpenRequest:
         for future in (self.admitted, self.begun, self.ready, self.ended, self.grown):
             if future is not None:
                 _refuse(future, error)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        hear, self.hear_end = self.hear_end, None
+        if hear is not None:
+            hear(self.ended.exception())
 
     def _new_pages(self, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
         """Takes new pages, checked here because a wrong id would overwrite another request's memory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2, worker_pb2
@@ -43,12 +42,6 @@ class RequestFailed(Exception):
         self.code = code
         self.message = message
         self.of_prefill = of_prefill
-
-
-def unsaid(what: str, name: RequestName, deadline_s: float) -> RequestFailed:
-    """The failure of a request of which the daemon has not said what it was to say."""
-    why = f"the daemon did not say {what} of {name} within {deadline_s:g} s"
-    return RequestFailed(common_pb2.ERROR_DEADLINE_EXCEEDED, why)
 
 
 class NotOpened(RequestFailed):
@@ -98,8 +91,7 @@ class Begun(NamedTuple):
     pages: tuple[int, ...]  # ids of all prompt pages in order
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(NamedTuple):
     """What a prefill worker waits for before it computes: see Patience in proto/worker.proto. `proceed` is called with
     Proceed.fetch_tokens."""
 
@@ -107,12 +99,8 @@ class Patience:
     held_tokens: int = 0
     proceed: Callable[[int], None] | None = None
 
-    def mark(self, begin: worker_pb2.Begin) -> None:
-        begin.patience, begin.held_tokens = self.kind, self.held_tokens
-
 
 FOR_PAGES = Patience(worker_pb2.PATIENCE_PAGES)
-FOR_NOTHING = Patience(worker_pb2.PATIENCE_NONE)
 
 
 class Ready(NamedTuple):

@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import Ready, RequestFailed, RequestName, unsaid
+from kvferry.client.requests import DaemonGone, Ready, RequestFailed, RequestName
 from kvferry.connectors import first_token
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, hear_nothing, run_whole
 from kvferry.proto import common_pb2
-from kvferry.waiting import Deadline, complete
+from kvferry.waiting import SLICES, complete
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class BlockRequests:
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._blocks = tools.blocks
+        self._begun: set[_Sending] = set()  # since the last look; few live until the next, and each has no timer
+        self._looking: asyncio.TimerHandle | None = None
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +121,9 @@ class BlockRequests:
         if not push.received:  # it was found where the daemon had pages of its own
             push.received = True
             self._tools.reports.add_received(order.request, order.blocks)
-        sending = _Sending(self._tools, push, self._lease(order.request, order.name))
+        sending = _Sending(self._tools, push, self._lease(order.request, order.name), self._begun)
+        if self._looking is None:
+            self._looking = sending.get_loop().call_later(self._tools.end_seconds / SLICES, self._look)
         if order.waits:
             return asyncio.ensure_future(self._push_waiting(push, sending))
         sending.begin()
@@ -162,6 +166,14 @@ class BlockRequests:
                     await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 
+    def _look(self) -> None:
+        """Has those end in time that were begun before the last look."""
+        lasting = [*self._begun]
+        self._begun.clear()
+        self._looking = None
+        for sending in lasting:
+            sending.last()
+
     async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
         """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
         if work is not None and not push.over:
@@ -196,17 +208,19 @@ class _Sending(asyncio.Future[bool]):
     task takes another turn of the loop. It is done when nothing reads the prompt's blocks any more: whether all of it
     is in the daemon's hands. It has a task of its own only to be given up, as where it is cancelled."""
 
-    def __init__(self, tools: RequestTools, push: Push, lease: DaemonRequest) -> None:
+    def __init__(self, tools: RequestTools, push: Push, lease: DaemonRequest, begun: set[_Sending]) -> None:
+        """`begun`: those that were begun of late."""
         super().__init__(loop=asyncio.get_running_loop())
         self.lease = lease
         self._tools = tools
         self._push = push
-        self._deadline: Deadline | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._begun = begun
+        self._task: asyncio.Task[None] | None = None  # most end before they need one
         self._saved = 0
         self._filled: tuple[int, ...] = ()
         self._named = 0  # blocks
         self._told = False  # its token
+        self._over = False  # it has ended, or is given up
 
     def begin(self) -> None:
         """Begins it where the engine waits for nothing: what the daemon has is loaded on its word alone."""
@@ -224,10 +238,11 @@ class _Sending(asyncio.Future[bool]):
         if fill is not None and matched:
             self._filled = fill.held_blocks + fill.blocks
             self._named = len(self._filled)
-        self._deadline = Deadline(self._tools.end_seconds, self._late)
+        self._begun.add(self)
         self.lease.client.when_ended(push.order.name, self._ended)
         push.hear = self.go_on
-        self.go_on()
+        if push.save is not None:
+            self.go_on()
 
     def go_on(self) -> None:
         """Says what there is to be said. With an error of it the prompt is given up."""
@@ -255,21 +270,31 @@ class _Sending(asyncio.Future[bool]):
         if self._told or self._saved < push.order.prompt.tokens:
             return
         push.handed = True
-        if push.decided.is_set():
+        if push.decided:
             self.lease.client.aux(push.order.name, first_token.blob_of(push.token))
             self._told = True
 
-    def _ended(self, error: Exception | None) -> None:
+    def last(self) -> None:
+        """It lasts: now its end is awaited, for `end_seconds`."""
+        self._task = self.get_loop().create_task(self._awaited())
+
+    async def _awaited(self) -> None:
+        if self._over:  # since the task was made
+            return
+        try:
+            await self.lease.client.ended(self._push.order.name, self._tools.end_seconds)
+        except (RequestFailed, DaemonGone) as error:
+            self._fail(error)
+
+    def _ended(self, error: BaseException | None) -> None:
         if error is not None:
             self._fail(error)
-        elif self._ending is None:
+        elif not self._over:
             self._hear_no_more()
+            self.lease.client.forget(self._push.order.name)
             self.lease.ended()
             self._tools.moved.pushed += 1
             self.set_result(True)
-
-    def _late(self) -> None:
-        self._fail(unsaid("Ended", self._push.order.name, self._tools.end_seconds))
 
     def cancel(self, msg: Any = None) -> bool:
         """Has it given up; it is cancelled then."""
@@ -279,15 +304,14 @@ class _Sending(asyncio.Future[bool]):
         return True
 
     def _fail(self, error: BaseException) -> None:
-        if self._ending is None:
+        if not self._over:
             self._hear_no_more()
-            self._ending = self.get_loop().create_task(self._give_up(error))
+            self._task = self.get_loop().create_task(self._give_up(error))
 
     def _hear_no_more(self) -> None:
+        self._over = True
         self._push.hear = hear_nothing
-        if self._deadline is not None:
-            self._deadline.end()
-            self._deadline = None
+        self._begun.discard(self)
 
     async def _give_up(self, error: BaseException) -> None:
         try:

@@ -119,14 +119,19 @@ class RequestTools:
 
     def begin(self, client: DaemonClient, push: Push) -> None:
         """Has prefill's daemon expect the prompt."""
-        order = push.order
-        kind = worker_pb2.PATIENCE_FETCH if order.waits else worker_pb2.PATIENCE_NONE
+        order, prompt = push.order, push.order.prompt
+        if order.waits:
+            patience = Patience(worker_pb2.PATIENCE_FETCH, order.held, partial(self._proceed, push))
+        else:
+            patience = Patience(worker_pb2.PATIENCE_NONE, order.held)
         client.begin(
             order.name,
-            **order.prompt.words,
+            digests=prompt.digests,
+            tokens=prompt.tokens,
+            tail_digest=prompt.tail_digest,
             deadline_s=self.settings.deadline_seconds,
             traceparent=order.traceparent,
-            patience=Patience(kind, order.held, partial(self._proceed, push)),
+            patience=patience,
         )
 
     async def begun(self, client: DaemonClient, push: Push) -> Begun:
@@ -151,10 +156,13 @@ class RequestTools:
     async def placed(self, client: DaemonClient, push: Push) -> None:
         """Waits until the engine has blocks for the prompt: it says which are to be loaded into, or what it has
         computed. Raises RequestFailed, DaemonGone."""
-        while push.fill is None and push.save is None:
-            push.wake.clear()
+
+        def placed() -> bool:
+            return push.fill is not None or push.save is not None
+
+        while not placed():
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                await within(CHECK_SECONDS, push.wake.wait())
+                await within(CHECK_SECONDS, push.until(placed))
             client.check(push.order.name)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:

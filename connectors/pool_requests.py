@@ -145,11 +145,12 @@ class PoolRequests:
             own = save.blocks[saved // self._blocks.block_tokens :]
             pool = pool_of(client)
             places = self._blocks.places(pool, pages, own, saved, end)
-            push.copying.clear()
+            push.copying = True
             try:
                 await self._to_pages(pool, places, computed, self._blocks.tail(pages, end) if end == total else None)
             finally:
-                push.copying.set()
+                push.copying = False
+                push.changed()
             client.progress(push.order.name, end)
             saved = end
 
@@ -164,7 +165,7 @@ class PoolRequests:
 
     async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
         push.save = None
-        await push.copying.wait()
+        await push.until(lambda: not push.copying)
 
     async def quiet(self, works: Sequence[asyncio.Future[Any]]) -> None:
         await end_all(works)

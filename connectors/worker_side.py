@@ -153,7 +153,7 @@ class WorkerSide:
         push, begun = self._pushes.get(order.request), self._begun.pop(order.request, None)
         if push is None or push.since != begun:  # the other thread has not come to it, or to the end of one of that id
             return False
-        if not push.decided.is_set():
+        if not push.decided:
             self._loop.call_soon_threadsafe(push.decide, order.token)
         push.released = True
         return not push.over  # set before the other looks whether it was released: one of the two sees it
@@ -241,7 +241,6 @@ class WorkerSide:
                 self._run(order.request, self._requests.store(order, step.begun), partial(self._stored, order))
             elif isinstance(order, Begin):
                 push = self._pushes[order.request] = Push(order, step.number, step.begun, received=not order.blocks)
-                push.copying.set()
                 self._watch(order.request, self._requests.push(push), partial(self._pushed, push))
             elif isinstance(order, Fill):
                 self._fill(order, step)
@@ -278,7 +277,8 @@ class WorkerSide:
     def _cancel(self, request: str) -> None:
         if (work := self._works.get(request)) is None:
             return
-        if isinstance(work, asyncio.Task) and inspect.getcoroutinestate(work.get_coro()) == inspect.CORO_CREATED:
+        coroutine = work.get_coro() if isinstance(work, asyncio.Task) else None
+        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             self._loop.call_soon(work.cancel)  # once it has begun: other ranks may wait for its word
         else:
             work.cancel()
@@ -299,7 +299,7 @@ class WorkerSide:
             self.reports.add_received(order.request, order.blocks)
             return
         push.fill, push.filling, push.begun, push.received = order, step, step.begun, False
-        push.wake.set()
+        push.changed()
 
     def _decide(self, order: FirstToken) -> None:
         if (push := self._pushes.get(order.request)) is not None:

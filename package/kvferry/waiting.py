@@ -76,25 +76,6 @@ async def is_done(future: asyncio.Future[Any], seconds: float) -> bool:
     return False
 
 
-class Deadline:
-    """Has `late` called in so long, by `slices`, unless it is ended before: for who waits without a task."""
-
-    def __init__(self, seconds: float, late: Callable[[], None]) -> None:
-        self._late = late
-        self._loop = asyncio.get_running_loop()
-        self._parts = slices(seconds)
-        self._timer = self._loop.call_later(next(self._parts), self._look)
-
-    def end(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        if (part := next(self._parts, None)) is None:
-            self._late()
-        else:
-            self._timer = self._loop.call_later(part, self._look)
-
-
 def _wake(waiter: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
     if not waiter.done():
         waiter.set_result(None)
