@@ -162,23 +162,15 @@ class DaemonClient:
         held tokens, where Welcome.way_back: to be read from `progress` until `ready`, or `abort`, returns.
         Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
         output do not fit in a message."""
-        admit = worker_pb2.Admit(
-            name=name.to_proto(),
-            digests=digests,
-            tokens=tokens,
-            tail_digest=tail_digest,
-            prefill=prefill,
-            max_new_tokens=max_new_tokens,
-            deadline_ms=milliseconds(deadline_s),
-            priority=priority,
-            warmup=warmup,
-            held_tokens=held_tokens,
-            traceparent=traceparent,
-            blocks_from=blocks_from,
-        )
-        message = worker_pb2.WorkerMessage(admit=admit)
-        message.admit.blocks.extend(blocks)  # not before: what is put in a message is copied
-        message.admit.held_blocks.extend(held_blocks)
+        message = worker_pb2.WorkerMessage()
+        admit = message.admit  # filled in place: what is put in a message is copied
+        admit.name.request_id, admit.name.attempt = name
+        admit.digests, admit.tokens, admit.tail_digest = digests, tokens, tail_digest
+        admit.prefill, admit.max_new_tokens, admit.deadline_ms = prefill, max_new_tokens, milliseconds(deadline_s)
+        admit.priority, admit.warmup, admit.held_tokens = priority, warmup, held_tokens
+        admit.traceparent, admit.blocks_from = traceparent, blocks_from
+        admit.blocks.extend(blocks)
+        admit.held_blocks.extend(held_blocks)
         check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
         request = self._open(name, message, tokens, deadline_s)
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
@@ -248,7 +240,7 @@ class DaemonClient:
         has registered blocks, and need not wait for `begun`; they are read until `ended` or `abort` returns. Raises
         DaemonGone; NotOpened when the name is in use or the prompt's digests do not fit in a message."""
         message = worker_pb2.WorkerMessage()
-        begin = message.begin  # filled in place: what is put in a message is copied
+        begin = message.begin
         begin.name.request_id, begin.name.attempt = name
         begin.digests, begin.tokens, begin.tail_digest = digests, tokens, tail_digest
         begin.deadline_ms, begin.priority, begin.warmup = milliseconds(deadline_s), priority, warmup
@@ -304,11 +296,7 @@ class DaemonClient:
 
     def when_ended(self, name: RequestName, hear: Callable[[BaseException | None], None]) -> None:
         """Has `hear` called, once, when `ended` would return, with None, or raise, with the error."""
-        request = self._of(name)
-        if request.ended.done():
-            hear(request.ended.exception())
-        else:
-            request.hear_end = hear
+        self._requests[name].when_ended(hear)
 
     def forget(self, name: RequestName) -> None:
         """Forgets a request of which `when_ended` was told that it has ended."""

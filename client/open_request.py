@@ -34,7 +34,7 @@ class OpenRequest:
         self.grown: asyncio.Future[tuple[int, ...]] | None = None
         self.stowed: Callable[[Stowed], None] | None = None  # hears the answer to Stow
         self.proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
-        self.hear_end: Callable[[BaseException | None], None] | None = None  # called as `ended` is done
+        self._hear_end: Callable[[BaseException | None], None] | None = None
 
     def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
         """Raises ValueError when the daemon gives pages that the request cannot have."""
@@ -76,6 +76,12 @@ class OpenRequest:
                 self.failure = RequestFailed(error.code, error.message, error.of_prefill)
                 self.fail(self.failure)
 
+    def when_ended(self, hear: Callable[[BaseException | None], None]) -> None:
+        """Has `hear` called once `ended` is done, with its exception."""
+        self._hear_end = hear
+        if self.ended.done():
+            self._tell_end()
+
     def lose(self, error: Exception) -> None:
         """Nothing more comes of it."""
         self.fail(error)
@@ -88,7 +94,7 @@ class OpenRequest:
         self._tell_end()
 
     def _tell_end(self) -> None:
-        hear, self.hear_end = self.hear_end, None
+        hear, self._hear_end = self._hear_end, None
         if hear is not None:
             hear(self.ended.exception())
 

@@ -239,8 +239,8 @@ class _Sending(asyncio.Future[bool]):
             self._filled = fill.held_blocks + fill.blocks
             self._named = len(self._filled)
         self._begun.add(self)
-        self.lease.client.when_ended(push.order.name, self._ended)
         push.hear = self.go_on
+        self.lease.client.when_ended(push.order.name, self._ended)
         if push.save is not None:
             self.go_on()
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.client.client import DaemonClient
+from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, StorePages
 from kvferry.daemon.memory.block_table import SHARING
 from tests.connectors.engine_memory import BLOCK
@@ -128,6 +130,46 @@ def test_a_prompt_that_is_asked_for_late_has_the_time_of_who_asks(
     assert received(pair.sides["decode"], "late") == set()
     sent(pair.sides["prefill"], "late")
     assert same(pair, theirs, ours, BLOCK)
+
+
+def test_a_prompt_whose_end_is_not_told_is_given_up(pair: BlockPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestTools, "end_seconds", property(lambda _: 0.4))
+    side, theirs = pair.sides["prefill"], tuple(range(PER_PAGE))
+    until(lambda: side._requests._looking is None)  # type: ignore[attr-defined]  # another test's, with its time
+    failed = side.moved.failed
+    pair.give("prefill", Begin("unended", new_name(), new_prompt(PAGE)), Save("unended", PAGE, theirs))
+    pair.give("prefill", Release("unended", 7))
+    sent(side, "unended")
+    news = side.reports.take_news()
+    assert news is not None and "unended" in news.failed
+    assert side.moved.failed == failed + 1 and pair.at_rest("prefill")
+    assert not side._works and not side._pushes
+
+
+def test_an_error_of_ours_ends_a_push_too(pair: BlockPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, name = pair.sides["prefill"], new_name()
+    pushed, failed = side.moved.pushed, side.moved.failed
+    pair.give("prefill", Begin("ours", name, new_prompt(2 * PAGE)))
+    until(lambda: pair.stats("prefill").requests.running)
+    monkeypatch.setattr(DaemonClient, "progress", lambda *_: 1 / 0)
+    pair.give("prefill", Save("ours", PAGE, tuple(range(PER_PAGE))))
+    pair.give("prefill", Drop("ours"))
+    sent(side, "ours")
+    assert pair.at_rest("prefill"), "it was reported while the daemon had the blocks"
+    assert (side.moved.pushed, side.moved.failed) == (pushed, failed + 1)
+
+
+def test_an_end_that_comes_while_a_push_is_given_up_changes_nothing(pair: BlockPair) -> None:
+    """The daemon says Ended to its abort, too."""
+    side = pair.sides["prefill"]
+    pushed, open_before = side.moved.pushed, side._sessions.client
+    pair.give("prefill", Begin("twice", new_name(), new_prompt(PAGE)))
+    until(lambda: pair.stats("prefill").requests.running)
+    for _ in range(2):
+        pair.give("prefill", Cancel("twice"))
+    until(lambda: not side._works)
+    assert side.moved.pushed == pushed and pair.at_rest("prefill")
+    assert side._sessions.client is open_before and open_before is not None and not open_before.open_requests
 
 
 def test_a_prompt_that_waits_for_page_ids_is_sent_when_it_is_asked_for(pair: BlockPair) -> None:

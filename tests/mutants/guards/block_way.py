@@ -182,9 +182,9 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "a request that has failed is waited for",
-        "client/client.py",
-        "DaemonClient.when_ended",
-        "if request.ended.done():",
+        "client/open_request.py",
+        "OpenRequest.when_ended",
+        "if self.ended.done():",
         "if False:",
         CLIENT,
     ),
