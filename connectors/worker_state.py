@@ -179,6 +179,7 @@ class Push:
         self.changed()
 
     def changed(self) -> None:
+        """Has those look at it who wait for something of it."""
         self.hear()
         if self._waited is not None:
             self._waited.set()
