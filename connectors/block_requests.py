@@ -167,7 +167,7 @@ class BlockRequests:
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 
     def _look(self) -> None:
-        """Has those end in time that were begun since the last look: up to an eighth later than with timers of their own."""
+        """Has those end in time that were begun since the last look, or up to an eighth of that time later."""
         lasting = [*self._begun]
         self._begun.clear()
         self._looking = None
