@@ -134,6 +134,7 @@ class BlockRequests:
             client = lease.client
             self._tools.begin(client, push)
             sending.start(await self._matched(client, push))
+            sending.go_on()  # more may be computed by now
             return await sending
         return False
 
@@ -241,8 +242,6 @@ class _Sending(asyncio.Future[bool]):
         self._begun.add(self)
         push.hear = self.go_on
         self.lease.client.when_ended(push.order.name, self._ended)
-        if push.save is not None:
-            self.go_on()
 
     def go_on(self) -> None:
         """Says what there is to be said. With an error of it the prompt is given up."""

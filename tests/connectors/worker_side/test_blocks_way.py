@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
 from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, StorePages
 from kvferry.daemon.memory.block_table import SHARING
@@ -132,7 +133,9 @@ def test_a_prompt_that_is_asked_for_late_has_the_time_of_who_asks(
     assert same(pair, theirs, ours, BLOCK)
 
 
-def test_a_prompt_whose_end_is_not_told_is_given_up(pair: BlockPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_whose_end_is_not_told_is_given_up(
+    pair: BlockPair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(RequestTools, "end_seconds", property(lambda _: 0.4))
     side, theirs = pair.sides["prefill"], tuple(range(PER_PAGE))
     until(lambda: side._requests._looking is None)  # type: ignore[attr-defined]  # another test's, with its time
@@ -143,6 +146,7 @@ def test_a_prompt_whose_end_is_not_told_is_given_up(pair: BlockPair, monkeypatch
     news = side.reports.take_news()
     assert news is not None and "unended" in news.failed
     assert side.moved.failed == failed + 1 and pair.at_rest("prefill")
+    assert "did not say Ended" in caplog.text  # the daemon's own deadline is later
     assert not side._works and not side._pushes
 
 
@@ -271,15 +275,19 @@ def test_a_preempted_prompt_is_read_no_more(pair: BlockPair) -> None:
     sent(pair.sides["prefill"], "preempted")
 
 
-def test_a_computed_prompt_that_is_preempted_is_reported_when_its_request_ends(pair: BlockPair) -> None:
+def test_a_computed_prompt_that_is_preempted_is_reported_when_its_request_ends(
+    pair: BlockPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is said any more of a request that is over, also not its token."""
+    said: list[RequestName] = []
+    monkeypatch.setattr(DaemonClient, "aux", lambda _, name, blob: said.append(name))
     name, prompt, theirs = new_name(), new_prompt(PAGE), tuple(range(PER_PAGE))
     pair.give("prefill", Begin("computed", name, prompt), Save("computed", PAGE, theirs))
     until(lambda: pair.stats("prefill").requests.running)
     pair.give("prefill", preempted=("computed",))
     pair.give("prefill", Drop("computed", 7))
     sent(pair.sides["prefill"], "computed")
-    assert pair.at_rest("prefill")
+    assert pair.at_rest("prefill") and not said
 
 
 def test_a_killed_daemon_is_proven_gone_before_its_blocks_are_reported(pair: BlockPair) -> None:
