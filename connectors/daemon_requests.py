@@ -41,8 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonRequests(Protocol):
-    """The requests, as orders make them; each call is a work of its own, which may be cancelled. When it is over the
-    engine has its blocks back."""
+    """The requests, as orders make them; each may be cancelled. When one is over the engine has its blocks back."""
 
     awaits_computed: bool
     """Whether they wait until what the engine had begun is computed before the daemon hears of them."""
@@ -56,7 +55,7 @@ class DaemonRequests(Protocol):
     async def store(self, order: StorePages, begun: Moment) -> None: ...
 
     def push(self, push: Push) -> asyncio.Future[bool]:
-        """Whether all of it is in the daemon's hands."""
+        """Begins it; in the end, whether all of it is in the daemon's hands."""
 
     async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
         """Nothing is read any more from the blocks of a push that this work makes."""
