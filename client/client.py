@@ -162,23 +162,15 @@ class DaemonClient:
         held tokens, where Welcome.way_back: to be read from `progress` until `ready`, or `abort`, returns.
         Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
         output do not fit in a message."""
-        admit = worker_pb2.Admit(
-            name=name.to_proto(),
-            digests=digests,
-            tokens=tokens,
-            tail_digest=tail_digest,
-            prefill=prefill,
-            max_new_tokens=max_new_tokens,
-            deadline_ms=milliseconds(deadline_s),
-            priority=priority,
-            warmup=warmup,
-            held_tokens=held_tokens,
-            traceparent=traceparent,
-            blocks_from=blocks_from,
-        )
-        message = worker_pb2.WorkerMessage(admit=admit)
-        message.admit.blocks.extend(blocks)  # not before: what is put in a message is copied
-        message.admit.held_blocks.extend(held_blocks)
+        message = worker_pb2.WorkerMessage()
+        admit = message.admit  # filled in place: what is put in a message is copied
+        admit.name.request_id, admit.name.attempt = name
+        admit.digests, admit.tokens, admit.tail_digest = digests, tokens, tail_digest
+        admit.prefill, admit.max_new_tokens, admit.deadline_ms = prefill, max_new_tokens, milliseconds(deadline_s)
+        admit.priority, admit.warmup, admit.held_tokens = priority, warmup, held_tokens
+        admit.traceparent, admit.blocks_from = traceparent, blocks_from
+        admit.blocks.extend(blocks)
+        admit.held_blocks.extend(held_blocks)
         check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
         request = self._open(name, message, tokens, deadline_s)
         return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
@@ -247,19 +239,15 @@ class DaemonClient:
         """Asks the daemon for pages for this prompt; `begun` has them. `blocks`: the first of them, of an engine that
         has registered blocks, and need not wait for `begun`; they are read until `ended` or `abort` returns. Raises
         DaemonGone; NotOpened when the name is in use or the prompt's digests do not fit in a message."""
-        begin = worker_pb2.Begin(
-            name=name.to_proto(),
-            digests=digests,
-            tokens=tokens,
-            tail_digest=tail_digest,
-            deadline_ms=milliseconds(deadline_s),
-            priority=priority,
-            warmup=warmup,
-            traceparent=traceparent,
-            blocks=blocks,
-        )
-        patience.mark(begin)
-        self._open(name, worker_pb2.WorkerMessage(begin=begin), tokens, deadline_s).proceed = patience.proceed
+        message = worker_pb2.WorkerMessage()
+        begin = message.begin
+        begin.name.request_id, begin.name.attempt = name
+        begin.digests, begin.tokens, begin.tail_digest = digests, tokens, tail_digest
+        begin.deadline_ms, begin.priority, begin.warmup = milliseconds(deadline_s), priority, warmup
+        begin.traceparent = traceparent
+        begin.blocks.extend(blocks)
+        begin.patience, begin.held_tokens = patience.kind, patience.held_tokens
+        self._open(name, message, tokens, deadline_s).proceed = patience.proceed
 
     async def begun(self, name: RequestName) -> Begun:
         """Waits for the answer to `begin`, at most for the deadline given to it. Raises RequestFailed, DaemonGone."""
@@ -277,15 +265,21 @@ class DaemonClient:
         """The KV of the prompt's first `tokens` tokens is in the pool; `blocks`: those that follow what was named.
         Raises RequestFailed if the request failed."""
         self.check(name)
-        message = worker_pb2.WorkerMessage(progress=worker_pb2.Progress(name=name.to_proto(), tokens=tokens))
-        message.progress.blocks.extend(blocks)
+        message = worker_pb2.WorkerMessage()
+        progress = message.progress
+        progress.name.request_id, progress.name.attempt = name
+        progress.tokens = tokens
+        progress.blocks.extend(blocks)
         self._send(message)
 
     def aux(self, name: RequestName, blob: bytes) -> None:
         """The worker's last word: it touches the request's pages no more."""
         assert len(blob) <= MAX_AUX_BYTES
         self.check(name)
-        self._send(worker_pb2.WorkerMessage(aux=worker_pb2.Aux(name=name.to_proto(), blob=blob)))
+        message = worker_pb2.WorkerMessage()
+        message.aux.name.request_id, message.aux.name.attempt = name
+        message.aux.blob = blob
+        self._send(message)
 
     def stow(self, name: RequestName, told: Callable[[Stowed], None]) -> None:
         """Asks for the blocks of a request back, behind `aux`, where Welcome.stows. `told` hears the answer, or nothing
@@ -300,6 +294,14 @@ class DaemonClient:
         await self._wait(name, self._of(name).ended, deadline_s, "Ended")
         self._requests.pop(name, None)
 
+    def when_ended(self, name: RequestName, hear: Callable[[BaseException | None], None]) -> None:
+        """Has `hear` called, once, when `ended` would return, with None, or raise, with the error."""
+        self._requests[name].when_ended(hear)
+
+    def forget(self, name: RequestName) -> None:
+        """Forgets a request of which `when_ended` was told that it has ended."""
+        del self._requests[name]
+
     # -- both ------------------------------------------------------------------------------------------------------
 
     def check(self, name: RequestName) -> None:
@@ -307,10 +309,6 @@ class DaemonClient:
         request = self._of(name)
         if request.failure is not None:
             raise request.failure
-
-    def fail(self, name: RequestName, error: Exception) -> None:
-        """Ends what is waited for of an open request, which is to be aborted, by this error."""
-        self._requests[name].fail(error)
 
     def check_kept(self, name: RequestName) -> None:
         """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to

@@ -34,6 +34,7 @@ class OpenRequest:
         self.grown: asyncio.Future[tuple[int, ...]] | None = None
         self.stowed: Callable[[Stowed], None] | None = None  # hears the answer to Stow
         self.proceed: Callable[[int], None] | None = None  # called with Proceed's fetch_tokens
+        self._hear_end: Callable[[BaseException | None], None] | None = None
 
     def take(self, kind: str, event: worker_pb2.WorkerEvent) -> None:
         """Raises ValueError when the daemon gives pages that the request cannot have."""
@@ -68,11 +69,18 @@ class OpenRequest:
         elif kind == "ended":
             _resolve(self.ended, None)
             _resolve(self.released, None)
+            self._tell_end()
         elif kind == "failed":
             error = event.failed.error
             if self.failure is None:  # else the daemon answers what crossed it
                 self.failure = RequestFailed(error.code, error.message, error.of_prefill)
                 self.fail(self.failure)
+
+    def when_ended(self, hear: Callable[[BaseException | None], None]) -> None:
+        """Has `hear` called once `ended` is done, with its exception."""
+        self._hear_end = hear
+        if self.ended.done():
+            self._tell_end()
 
     def lose(self, error: Exception) -> None:
         """Nothing more comes of it."""
@@ -83,6 +91,12 @@ class OpenRequest:
         for future in (self.admitted, self.begun, self.ready, self.ended, self.grown):
             if future is not None:
                 _refuse(future, error)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        hear, self._hear_end = self._hear_end, None
+        if hear is not None:
+            hear(self.ended.exception())
 
     def _new_pages(self, pages: Sequence[int], count: int, field_name: str) -> tuple[int, ...]:
         """Takes new pages, checked here because a wrong id would overwrite another request's memory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.proto import common_pb2, worker_pb2
@@ -92,8 +91,7 @@ class Begun(NamedTuple):
     pages: tuple[int, ...]  # ids of all prompt pages in order
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(NamedTuple):
     """What a prefill worker waits for before it computes: see Patience in proto/worker.proto. `proceed` is called with
     Proceed.fetch_tokens."""
 
@@ -101,12 +99,8 @@ class Patience:
     held_tokens: int = 0
     proceed: Callable[[int], None] | None = None
 
-    def mark(self, begin: worker_pb2.Begin) -> None:
-        begin.patience, begin.held_tokens = self.kind, self.held_tokens
-
 
 FOR_PAGES = Patience(worker_pb2.PATIENCE_PAGES)
-FOR_NOTHING = Patience(worker_pb2.PATIENCE_NONE)
 
 
 class Ready(NamedTuple):

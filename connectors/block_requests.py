@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import Ready, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, Ready, RequestFailed, RequestName
 from kvferry.connectors import first_token
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, hear_nothing, run_whole
 from kvferry.proto import common_pb2
-from kvferry.waiting import complete
+from kvferry.waiting import SLICES, complete
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class BlockRequests:
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._blocks = tools.blocks
+        self._begun: set[_Sending] = set()  # since the last look; few live until the next, and each has no timer
+        self._looking: asyncio.TimerHandle | None = None
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
@@ -114,30 +116,30 @@ class BlockRequests:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    async def push(self, push: Push) -> bool:
-        order, name = push.order, push.order.name
+    def push(self, push: Push) -> asyncio.Future[bool]:
+        order = push.order
         if not push.received:  # it was found where the daemon had pages of its own
             push.received = True
             self._tools.reports.add_received(order.request, order.blocks)
-        async with self._lease(order.request, name) as lease:
+        sending = _Sending(self._tools, push, self._lease(order.request, order.name), self._begun)
+        if self._looking is None:
+            self._looking = sending.get_loop().call_later(self._tools.end_seconds / SLICES, self._look)
+        if order.waits:
+            return asyncio.ensure_future(self._push_waiting(push, sending))
+        sending.begin()
+        return sending
+
+    async def _push_waiting(self, push: Push, sending: _Sending) -> bool:
+        async with sending.lease as lease:
             client = lease.client
-            sending = _Sending(self._tools, client, push, await self._begin(client, push))
-            push.hear = sending.go_on
-            try:
-                sending.go_on()
-                await client.ended(name, self._tools.end_seconds)
-            finally:
-                push.hear = hear_nothing
-            lease.ended()
-            self._tools.moved.pushed += 1
-            return True
+            self._tools.begin(client, push)
+            sending.start(await self._matched(client, push))
+            sending.go_on()  # more may be computed by now
+            return await sending
         return False
 
-    async def _begin(self, client: DaemonClient, push: Push) -> int:
+    async def _matched(self, client: DaemonClient, push: Push) -> int:
         """How many tokens are in the prompt's blocks without having been computed for it."""
-        self._tools.begin(client, push)
-        if not push.order.waits:
-            return 0  # what the daemon has is loaded on the engine's word alone
         naming = asyncio.ensure_future(self._name_blocks(client, push))
         try:
             matched = (await self._tools.begun(client, push)).matched_tokens
@@ -165,16 +167,24 @@ class BlockRequests:
                     await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 
-    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
-        """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
-        if task is not None and not push.over:
-            task.cancel()
-            await asyncio.wait([task])
+    def _look(self) -> None:
+        """Has those end in time that were begun since the last look, or up to an eighth of that time later."""
+        lasting = [*self._begun]
+        self._begun.clear()
+        self._looking = None
+        for sending in lasting:
+            sending.last()
 
-    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
+        """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
+        if work is not None and not push.over:
+            work.cancel()
+            await asyncio.wait([work])
+
+    async def quiet(self, works: Sequence[asyncio.Future[Any]]) -> None:
         """They use nothing of the session's; what the daemon may still do they wait for themselves."""
-        for task in tasks:
-            task.cancel()
+        for work in works:
+            work.cancel()
 
     # -- both ------------------------------------------------------------------------------------------------------
 
@@ -194,27 +204,52 @@ class BlockRequests:
         await complete(client.release(name, UNWANTED))
 
 
-class _Sending:
+class _Sending(asyncio.Future[bool]):
     """A prompt of which the daemon is told as it is computed, and then its reply's first token: each at once, where a
-    task that waits takes another turn of the loop."""
+    task takes another turn of the loop. It is done when nothing reads the prompt's blocks any more: whether all of it
+    is in the daemon's hands. It has a task of its own only to be given up, as where it is cancelled."""
 
-    def __init__(self, tools: RequestTools, client: DaemonClient, push: Push, matched: int) -> None:
+    def __init__(self, tools: RequestTools, push: Push, lease: DaemonRequest, begun: set[_Sending]) -> None:
+        """`begun`: those that were begun of late."""
+        super().__init__(loop=asyncio.get_running_loop())
+        self.lease = lease
         self._tools = tools
-        self._client = client
         self._push = push
-        self._saved = matched
-        fill = push.fill
-        self._filled = () if fill is None or not matched else fill.held_blocks + fill.blocks
-        self._named = len(self._filled)
+        self._begun = begun
+        self._task: asyncio.Task[None] | None = None  # most end before they need one
+        self._saved = 0
+        self._filled: tuple[int, ...] = ()
+        self._named = 0  # blocks
         self._told = False  # its token
+        self._over = False  # it has ended, or is given up
+
+    def begin(self) -> None:
+        """Begins it where the engine waits for nothing: what the daemon has is loaded on its word alone."""
+        try:
+            self._tools.begin(self.lease.client, self._push)
+            self.start(0)
+        except Exception as error:
+            self._fail(error)
+
+    def start(self, matched: int) -> None:
+        """Has the daemon, which knows the prompt, told of it from now on. `matched`: tokens that are in its blocks
+        without having been computed for it."""
+        push, fill = self._push, self._push.fill
+        self._saved = matched
+        if fill is not None and matched:
+            self._filled = fill.held_blocks + fill.blocks
+            self._named = len(self._filled)
+        self._begun.add(self)
+        push.hear = self.go_on
+        self.lease.client.when_ended(push.order.name, self._ended)
 
     def go_on(self) -> None:
-        """Says what there is to be said. An error of it ends the wait for the request's end."""
+        """Says what there is to be said. With an error of it the prompt is given up."""
         try:
             self._say_computed()
             self._say_token()
         except Exception as error:
-            self._client.fail(self._push.order.name, error)
+            self._fail(error)
 
     def _say_computed(self) -> None:
         blocks, order = self._tools.blocks, self._push.order
@@ -226,7 +261,7 @@ class _Sending:
         if after is not None and not self._tools.mover.is_computed(after):  # it has been waited for
             raise RequestFailed(common_pb2.ERROR_ABORTED, "the engine's device does not compute it")
         upto = max(self._named, -(-end // blocks.block_tokens))
-        self._client.progress(order.name, end, save.blocks[self._named : upto])
+        self.lease.client.progress(order.name, end, save.blocks[self._named : upto])
         self._saved, self._named = end, upto
 
     def _say_token(self) -> None:
@@ -234,6 +269,56 @@ class _Sending:
         if self._told or self._saved < push.order.prompt.tokens:
             return
         push.handed = True
-        if push.decided.is_set():
-            self._client.aux(push.order.name, first_token.blob_of(push.token))
+        if push.decided:
+            self.lease.client.aux(push.order.name, first_token.blob_of(push.token))
             self._told = True
+
+    def last(self) -> None:
+        """It lasts: now its end is awaited, for `end_seconds`."""
+        self._task = self.get_loop().create_task(self._awaited())
+
+    async def _awaited(self) -> None:
+        if self._over:  # since the task was made
+            return
+        try:
+            await self.lease.client.ended(self._push.order.name, self._tools.end_seconds)
+        except (RequestFailed, DaemonGone) as error:
+            self._fail(error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail(error)
+        elif not self._over:
+            self._hear_no_more()
+            self.lease.client.forget(self._push.order.name)
+            self.lease.ended()
+            self._tools.moved.pushed += 1
+            self.set_result(True)
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Has it given up; it is cancelled then."""
+        if self.done():
+            return False
+        self._fail(asyncio.CancelledError())
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._over:
+            self._hear_no_more()
+            self._task = self.get_loop().create_task(self._give_up(error))
+
+    def _hear_no_more(self) -> None:
+        self._over = True
+        self._push.hear = hear_nothing
+        self._begun.discard(self)
+
+    async def _give_up(self, error: BaseException) -> None:
+        try:
+            async with self.lease:
+                raise error
+        except asyncio.CancelledError:
+            super().cancel()
+        except Exception as unforeseen:
+            self.set_exception(unforeseen)
+        else:
+            self.set_result(False)

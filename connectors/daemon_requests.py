@@ -41,8 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonRequests(Protocol):
-    """The requests, as orders make them; each call is a task of its own, which may be cancelled. When it is over the
-    engine has its blocks back."""
+    """The requests, as orders make them; each may be cancelled. When one is over the engine has its blocks back."""
 
     awaits_computed: bool
     """Whether they wait until what the engine had begun is computed before the daemon hears of them."""
@@ -55,14 +54,14 @@ class DaemonRequests(Protocol):
 
     async def store(self, order: StorePages, begun: Moment) -> None: ...
 
-    async def push(self, push: Push) -> bool:
-        """Whether all of it is in the daemon's hands."""
+    def push(self, push: Push) -> asyncio.Future[bool]:
+        """Begins it; in the end, whether all of it is in the daemon's hands."""
 
-    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
-        """Nothing is read any more from the blocks of a push that is under way in this task."""
+    async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
+        """Nothing is read any more from the blocks of a push that this work makes."""
 
-    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Ends these tasks, as far as they use the session that is over: when this returns, it may be closed."""
+    async def quiet(self, works: Sequence[asyncio.Future[Any]]) -> None:
+        """Ends these works, as far as they use the session that is over: when this returns, it may be closed."""
 
 
 @dataclass(slots=True)
@@ -119,14 +118,19 @@ class RequestTools:
 
     def begin(self, client: DaemonClient, push: Push) -> None:
         """Has prefill's daemon expect the prompt."""
-        order = push.order
-        kind = worker_pb2.PATIENCE_FETCH if order.waits else worker_pb2.PATIENCE_NONE
+        order, prompt = push.order, push.order.prompt
+        if order.waits:
+            patience = Patience(worker_pb2.PATIENCE_FETCH, order.held, partial(self._proceed, push))
+        else:
+            patience = Patience(worker_pb2.PATIENCE_NONE, order.held)
         client.begin(
             order.name,
-            **order.prompt.words,
+            digests=prompt.digests,
+            tokens=prompt.tokens,
+            tail_digest=prompt.tail_digest,
             deadline_s=self.settings.deadline_seconds,
             traceparent=order.traceparent,
-            patience=Patience(kind, order.held, partial(self._proceed, push)),
+            patience=patience,
         )
 
     async def begun(self, client: DaemonClient, push: Push) -> Begun:
@@ -151,10 +155,13 @@ class RequestTools:
     async def placed(self, client: DaemonClient, push: Push) -> None:
         """Waits until the engine has blocks for the prompt: it says which are to be loaded into, or what it has
         computed. Raises RequestFailed, DaemonGone."""
-        while push.fill is None and push.save is None:
-            push.wake.clear()
+
+        def placed() -> bool:
+            return push.fill is not None or push.save is not None
+
+        while not placed():
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                await within(CHECK_SECONDS, push.wake.wait())
+                await within(CHECK_SECONDS, push.until(placed))
             client.check(push.order.name)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -230,11 +237,12 @@ class DaemonRequest:
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         failure = error if isinstance(error, (RequestFailed, DaemonGone)) else None
+        over, self._over = self._over, True
         if failure is not None:
             self._tools.failed(self._request, failure)
         if self._ending is not None:
             self._tools.later(self._ending)
-        elif self._over or isinstance(error, NameInUse):  # the name is that of a request that runs
+        elif over or isinstance(error, NameInUse):  # the name is that of a request that runs
             pass
         elif self._used is not None and not isinstance(error, NotOpened):
             await self._give_up(self._used, self._name)

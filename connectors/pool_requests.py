@@ -107,8 +107,10 @@ class PoolRequests:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    async def push(self, push: Push) -> bool:
-        """Whether all of it is in the daemon's hands."""
+    def push(self, push: Push) -> asyncio.Future[bool]:
+        return asyncio.ensure_future(self._push(push))
+
+    async def _push(self, push: Push) -> bool:
         order, name = push.order, push.order.name
         async with self._lease(order.request, name) as lease:
             client = lease.client
@@ -143,11 +145,12 @@ class PoolRequests:
             own = save.blocks[saved // self._blocks.block_tokens :]
             pool = pool_of(client)
             places = self._blocks.places(pool, pages, own, saved, end)
-            push.copying.clear()
+            push.copying = True
             try:
                 await self._to_pages(pool, places, computed, self._blocks.tail(pages, end) if end == total else None)
             finally:
-                push.copying.set()
+                push.copying = False
+                push.changed()
             client.progress(push.order.name, end)
             saved = end
 
@@ -160,12 +163,12 @@ class PoolRequests:
         except DaemonGone:
             pass
 
-    async def take_away(self, push: Push, task: asyncio.Task[Any] | None) -> None:
+    async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
         push.save = None
-        await push.copying.wait()
+        await push.until(lambda: not push.copying)
 
-    async def quiet(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        await end_all(tasks)
+    async def quiet(self, works: Sequence[asyncio.Future[Any]]) -> None:
+        await end_all(works)
 
     def _lease(self, request: str, name: RequestName) -> DaemonRequest:
         return DaemonRequest(self._tools, request, name, self._give_up)

@@ -85,7 +85,7 @@ class WorkerSide:
         self._sessions = Sessions(connect, quiet=self._quiet, changed=self._session_changed, settled=self._settled)
         tools = self._tools = RequestTools(settings, blocks, mover, self._sessions, self._copier, self.reports)
         self._requests: DaemonRequests = BlockRequests(tools) if settings.pool == "engine" else PoolRequests(tools)
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._works: dict[str, asyncio.Future[Any]] = {}
         self._pushes: dict[str, Push] = {}
         self._begun: dict[str, int] = {}  # prompts whose end was not ordered, by the step that began them
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
@@ -153,7 +153,7 @@ class WorkerSide:
         push, begun = self._pushes.get(order.request), self._begun.pop(order.request, None)
         if push is None or push.since != begun:  # the other thread has not come to it, or to the end of one of that id
             return False
-        if not push.decided.is_set():
+        if not push.decided:
             self._loop.call_soon_threadsafe(push.decide, order.token)
         push.released = True
         return not push.over  # set before the other looks whether it was released: one of the two sees it
@@ -200,7 +200,7 @@ class WorkerSide:
         """Ends everything that was ordered, reported as ever. When this returns nothing touches a block. Raises
         TimeoutError."""
         self._flush()
-        wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)
+        wait_for(end_all(self._works.values()), self._loop, PREEMPT_SECONDS)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -227,7 +227,7 @@ class WorkerSide:
 
     async def _quiet(self) -> None:
         """Ends all that touches the daemon's memory."""
-        await self._requests.quiet([*self._tasks.values(), *self._tools.behind])
+        await self._requests.quiet([*self._works.values(), *self._tools.behind])
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -241,8 +241,7 @@ class WorkerSide:
                 self._run(order.request, self._requests.store(order, step.begun), partial(self._stored, order))
             elif isinstance(order, Begin):
                 push = self._pushes[order.request] = Push(order, step.number, step.begun, received=not order.blocks)
-                push.copying.set()
-                self._run(order.request, self._requests.push(push), partial(self._pushed, push))
+                self._watch(order.request, self._requests.push(push), partial(self._pushed, push))
             elif isinstance(order, Fill):
                 self._fill(order, step)
             elif isinstance(order, Release):
@@ -251,37 +250,38 @@ class WorkerSide:
                 self._drop(order)
             elif isinstance(order, Forget):
                 self.moved.resets += 1
-                for request in self._tasks:
+                for request in self._works:
                     self._cancel(request)
             elif isinstance(order, Cancel):
                 self._cancel(order.request)
                 self._pushes.pop(order.request, None)  # that it was received is all that is to be reported
 
     def _run(self, request: str, work: Coroutine[Any, Any, _T], report: Callable[[_T | None], None]) -> None:
-        """`report` is called once with what `work` returned, None where it was cancelled, maybe before it began."""
-        task = self._loop.create_task(work, name=request)
-        self._tasks[request] = task
+        self._watch(request, self._loop.create_task(work, name=request), report)
 
-        def ended(done: asyncio.Task[_T]) -> None:
-            if self._tasks.get(request) is done:
-                del self._tasks[request]
+    def _watch(self, request: str, work: asyncio.Future[_T], report: Callable[[_T | None], None]) -> None:
+        """`report` is called once with the work's result, None where it was cancelled, maybe before it began."""
+        self._works[request] = work
+
+        def ended(done: asyncio.Future[_T]) -> None:
+            if self._works.get(request) is done:
+                del self._works[request]
             error = None if done.cancelled() else done.exception()
             if error is not None:
                 self.moved.failed += 1
                 _log.error("request %s: %r", request, error, exc_info=error)
             report(None if done.cancelled() or error is not None else done.result())
 
-        task.add_done_callback(ended)
+        work.add_done_callback(ended)
 
     def _cancel(self, request: str) -> None:
-        if (task := self._tasks.get(request)) is None:
+        if (work := self._works.get(request)) is None:
             return
-        work = task.get_coro()
-        assert inspect.iscoroutine(work)
-        if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-            self._loop.call_soon(task.cancel)  # once it has begun: other ranks may wait for its word
+        coroutine = work.get_coro() if isinstance(work, asyncio.Task) else None
+        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            self._loop.call_soon(work.cancel)  # once it has begun: other ranks may wait for its word
         else:
-            task.cancel()
+            work.cancel()
 
     def _loaded(self, order: Load | Restore, good: int | None) -> None:
         """Reports a load: nothing writes into its blocks any more; the first `good` of them are as they should be."""
@@ -299,7 +299,7 @@ class WorkerSide:
             self.reports.add_received(order.request, order.blocks)
             return
         push.fill, push.filling, push.begun, push.received = order, step, step.begun, False
-        push.wake.set()
+        push.changed()
 
     def _decide(self, order: FirstToken) -> None:
         if (push := self._pushes.get(order.request)) is not None:
@@ -319,7 +319,7 @@ class WorkerSide:
 
     async def _preempt(self, requests: Sequence[str]) -> None:
         """Takes the requests' blocks away: nothing is read from them any more."""
-        pushes = [(push, self._tasks.get(push.order.request)) for push in map(self._pushes.get, requests) if push]
+        pushes = [(push, self._works.get(push.order.request)) for push in map(self._pushes.get, requests) if push]
         await asyncio.gather(*(self._requests.take_away(push, task) for push, task in pushes))
 
     def _stored(self, order: StorePages, _: None) -> None:

@@ -144,12 +144,11 @@ class Push:
     order: Begin
     since: int  # number of the step that it came with
     begun: Moment  # what the engine had begun before it
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
     fill: Fill | None = None
     filling: EngineStep | None = None  # that the fill came with
     save: Save | None = None  # the newest
     saved: Moment = None  # behind the step that computes what it names
-    copying: asyncio.Event = field(default_factory=asyncio.Event)  # set: no copy from its blocks runs
+    copying: bool = False  # a copy from its blocks runs
     told: bool = False  # the scheduler's half was told what the daemon has of it, or can fetch
     offered: bool = False  # the daemon fetches it once the engine has named blocks, or said that it needs none
     received: bool = True  # nothing is to be loaded for it, or it was reported
@@ -157,7 +156,8 @@ class Push:
     handed: bool = False  # all of it is the daemon's, but the token
     over: bool = False  # nothing touches its blocks any more
     token: int | None = None  # the first of its reply
-    decided: asyncio.Event = field(default_factory=asyncio.Event)  # it is known, or that there is none
+    decided: bool = False  # it is known, or that there is none
+    _waited: asyncio.Event | None = None  # most need none
     hear: Callable[[], None] = hear_nothing
     """Called when more of it is computed, or its token is decided: at once, where a waiting task takes another turn of
     the loop."""
@@ -169,21 +169,32 @@ class Push:
 
     def decide(self, token: int | None) -> None:
         """Says with which token the reply begins; None: with none. Only the first word counts."""
-        if not self.decided.is_set():
-            self.token = token
-            self.decided.set()
-            self.hear()
+        if not self.decided:
+            self.token, self.decided = token, True
+            self.changed()
 
     def computed(self, save: Save, after: Moment) -> None:
         """Says how much of it is computed, behind `after`."""
         self.save, self.saved = save, after
-        self.wake.set()
+        self.changed()
+
+    def changed(self) -> None:
+        """Has those look at it who wait for something of it."""
         self.hear()
+        if self._waited is not None:
+            self._waited.set()
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        """Waits until it is so; each change of it is looked at."""
+        while not so():
+            self._waited = self._waited or asyncio.Event()
+            self._waited.clear()
+            await self._waited.wait()
 
     async def aux(self) -> bytes:
         """Waits for the token: the blob that names it to decode."""
         self.handed = True
-        await self.decided.wait()
+        await self.until(lambda: self.decided)
         return first_token.blob_of(self.token)
 
     def more(self, saved: int, page_size: int) -> tuple[Save, Moment, int] | None:
@@ -197,9 +208,9 @@ class Push:
 
     async def next(self, saved: int, page_size: int) -> tuple[Save, Moment, int]:
         """Waits for `more`."""
-        while (more := self.more(saved, page_size)) is None:
-            self.wake.clear()
-            await self.wake.wait()
+        await self.until(lambda: self.more(saved, page_size) is not None)
+        more = self.more(saved, page_size)
+        assert more is not None
         return more
 
 
@@ -212,11 +223,11 @@ def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, sec
     raise TimeoutError(f"not over within {seconds:g} s")
 
 
-async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def end_all(works: Iterable[asyncio.Future[Any]]) -> None:
     """Cancels those that there are when it begins; they are over when this is."""
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
+    ending = list(works)
+    for work in ending:
+        work.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
 
 

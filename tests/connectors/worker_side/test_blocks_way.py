@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.orders import Begin, Cancel, Drop, Load, Release, Restore, Save, StorePages
 from kvferry.daemon.memory.block_table import SHARING
 from tests.connectors.engine_memory import BLOCK
@@ -130,6 +133,49 @@ def test_a_prompt_that_is_asked_for_late_has_the_time_of_who_asks(
     assert same(pair, theirs, ours, BLOCK)
 
 
+def test_a_prompt_whose_end_is_not_told_is_given_up(
+    pair: BlockPair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RequestTools, "end_seconds", property(lambda _: 0.4))
+    side, theirs = pair.sides["prefill"], tuple(range(PER_PAGE))
+    until(lambda: side._requests._looking is None)  # type: ignore[attr-defined]  # another test's, with its time
+    failed = side.moved.failed
+    pair.give("prefill", Begin("unended", new_name(), new_prompt(PAGE)), Save("unended", PAGE, theirs))
+    pair.give("prefill", Release("unended", 7))
+    sent(side, "unended")
+    news = side.reports.take_news()
+    assert news is not None and "unended" in news.failed
+    assert side.moved.failed == failed + 1 and pair.at_rest("prefill")
+    assert "did not say Ended" in caplog.text  # the daemon's own deadline is later
+    assert not side._works and not side._pushes
+
+
+def test_an_error_of_ours_ends_a_push_too(pair: BlockPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, name = pair.sides["prefill"], new_name()
+    pushed, failed = side.moved.pushed, side.moved.failed
+    pair.give("prefill", Begin("ours", name, new_prompt(2 * PAGE)))
+    until(lambda: pair.stats("prefill").requests.running)
+    monkeypatch.setattr(DaemonClient, "progress", lambda *_: 1 / 0)
+    pair.give("prefill", Save("ours", PAGE, tuple(range(PER_PAGE))))
+    pair.give("prefill", Drop("ours"))
+    sent(side, "ours")
+    assert pair.at_rest("prefill"), "it was reported while the daemon had the blocks"
+    assert (side.moved.pushed, side.moved.failed) == (pushed, failed + 1)
+
+
+def test_an_end_that_comes_while_a_push_is_given_up_changes_nothing(pair: BlockPair) -> None:
+    """The daemon says Ended to its abort, too."""
+    side = pair.sides["prefill"]
+    pushed, open_before = side.moved.pushed, side._sessions.client
+    pair.give("prefill", Begin("twice", new_name(), new_prompt(PAGE)))
+    until(lambda: pair.stats("prefill").requests.running)
+    for _ in range(2):
+        pair.give("prefill", Cancel("twice"))
+    until(lambda: not side._works)
+    assert side.moved.pushed == pushed and pair.at_rest("prefill")
+    assert side._sessions.client is open_before and open_before is not None and not open_before.open_requests
+
+
 def test_a_prompt_that_waits_for_page_ids_is_sent_when_it_is_asked_for(pair: BlockPair) -> None:
     """Prompts that share most of their blocks need more page ids than the daemon has for what nobody asks for. The
     engine waits for none of them: what it has computed and handed in goes on as soon as there are some."""
@@ -229,15 +275,19 @@ def test_a_preempted_prompt_is_read_no_more(pair: BlockPair) -> None:
     sent(pair.sides["prefill"], "preempted")
 
 
-def test_a_computed_prompt_that_is_preempted_is_reported_when_its_request_ends(pair: BlockPair) -> None:
+def test_a_computed_prompt_that_is_preempted_is_reported_when_its_request_ends(
+    pair: BlockPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is said any more of a request that is over, also not its token."""
+    said: list[RequestName] = []
+    monkeypatch.setattr(DaemonClient, "aux", lambda _, name, blob: said.append(name))
     name, prompt, theirs = new_name(), new_prompt(PAGE), tuple(range(PER_PAGE))
     pair.give("prefill", Begin("computed", name, prompt), Save("computed", PAGE, theirs))
     until(lambda: pair.stats("prefill").requests.running)
     pair.give("prefill", preempted=("computed",))
     pair.give("prefill", Drop("computed", 7))
     sent(pair.sides["prefill"], "computed")
-    assert pair.at_rest("prefill")
+    assert pair.at_rest("prefill") and not said
 
 
 def test_a_killed_daemon_is_proven_gone_before_its_blocks_are_reported(pair: BlockPair) -> None:

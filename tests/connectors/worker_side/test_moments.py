@@ -141,7 +141,7 @@ def test_what_is_given_up_is_not_begun_afterwards(pair: SlowPair) -> None:
     pair.give("decode", StorePages("d", new_name(), new_prompt(PAGE), THEIRS))
     threading.Timer(0.3, mover.there.set).start()
     pair.sides["decode"].give_up()
-    assert mover.there.is_set() and not pair.sides["decode"]._tasks
+    assert mover.there.is_set() and not pair.sides["decode"]._works
     assert pair.sides["decode"].reports.take() == ({"d"}, {"c"})
     assert pair.sides["decode"].reports.take_bad() == set(OURS)
 

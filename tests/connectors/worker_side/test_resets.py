@@ -169,7 +169,7 @@ def test_when_it_has_given_up_nothing_is_copied(pair: Pair) -> None:
         heard(side)
         copied = side.moved.saved_bytes
     side.give_up()
-    assert not side._tasks and side.moved.saved_bytes in (copied, copied + 4 * FACTS.geometry.page_bytes // 2)
+    assert not side._works and side.moved.saved_bytes in (copied, copied + 4 * FACTS.geometry.page_bytes // 2)
     pair.give("prefill", Release("a"))
     sent(side, "a")
     until(lambda: pair.at_rest("prefill"))

@@ -7,6 +7,7 @@ from tests.mutants.guard import Guard
 MOMENTS = ("tests/connectors/worker_side/test_moments.py",)
 ENGINE_BLOCKS = ("tests/system/serving/test_engine_blocks.py",)
 BLOCKS_WAY = ("tests/connectors/worker_side/test_blocks_way.py",)
+CLIENT = ("tests/client/test_ends.py",)
 DAEMON_REQUEST = ("tests/connectors/test_daemon_request.py",)
 AHEAD = ("tests/daemon/core/test_ahead.py",)
 
@@ -79,7 +80,7 @@ GUARDS: tuple[Guard, ...] = (
         "blocks of a preempted prompt are read on",
         "connectors/block_requests.py",
         "BlockRequests.take_away",
-        "            task.cancel()\n            await asyncio.wait([task])\n",
+        "            work.cancel()\n            await asyncio.wait([work])\n",
         "            pass\n",
         BLOCKS_WAY,
     ),
@@ -119,7 +120,7 @@ GUARDS: tuple[Guard, ...] = (
         "a push whose word fails waits on",
         "connectors/block_requests.py",
         "_Sending.go_on",
-        "self._client.fail(self._push.order.name, error)",
+        "self._fail(error)",
         "pass",
         MOMENTS,
     ),
@@ -143,24 +144,56 @@ GUARDS: tuple[Guard, ...] = (
         "the last word is said before there is a token",
         "connectors/block_requests.py",
         "_Sending._say_token",
-        "if push.decided.is_set():",
+        "if push.decided:",
         "if True:",
         BLOCKS_WAY,
     ),
     Guard(
         "a push that is over says its token",
         "connectors/block_requests.py",
-        "BlockRequests.push",
-        "push.hear = hear_nothing",
+        "_Sending._hear_no_more",
+        "self._push.hear = hear_nothing",
         "pass",
         BLOCKS_WAY,
     ),
     Guard(
         "what is computed before a push has begun is not told",
         "connectors/block_requests.py",
-        "BlockRequests.push",
+        "BlockRequests._push_waiting",
         "sending.go_on()",
         "pass",
+        ("tests/connectors/worker_side/test_way_back_of_blocks.py",),
+    ),
+    Guard(
+        "a push that is cancelled is over at once",
+        "connectors/block_requests.py",
+        "_Sending._give_up",
+        "async with self.lease:",
+        "if True:",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a push whose end is not told waits for ever",
+        "connectors/block_requests.py",
+        "BlockRequests._look",
+        "sending.last()",
+        "pass",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "a request that has failed is waited for",
+        "client/open_request.py",
+        "OpenRequest.when_ended",
+        "if self.ended.done():",
+        "if False:",
+        CLIENT,
+    ),
+    Guard(
+        "an end that comes while a push is given up is its end",
+        "connectors/block_requests.py",
+        "_Sending._ended",
+        "elif not self._over:",
+        "else:",
         BLOCKS_WAY,
     ),
     Guard(

@@ -124,7 +124,7 @@ GUARDS: tuple[Guard, ...] = (
         "copies run when a reset is over",
         "connectors/worker_side.py",
         "WorkerSide.give_up",
-        "wait_for(end_all(self._tasks.values()), self._loop, PREEMPT_SECONDS)",
+        "wait_for(end_all(self._works.values()), self._loop, PREEMPT_SECONDS)",
         "pass",
         RESET_WORKERS,
     ),

@@ -221,8 +221,8 @@ COPIED: tuple[Guard, ...] = (
         "a chunk is told of before it is copied",
         "connectors/pool_requests.py",
         "PoolRequests._push_chunks",
-        "            push.copying.clear()\n",
-        "            push.copying.clear()\n            client.progress(push.order.name, end)\n",
+        "            push.copying = True\n",
+        "            push.copying = True\n            client.progress(push.order.name, end)\n",
         COPIES,
     ),
     Guard(

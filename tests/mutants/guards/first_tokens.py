@@ -26,7 +26,7 @@ GUARDS: tuple[Guard, ...] = (
         "a prompt goes on to decode with its first token",
         "connectors/worker_state.py",
         "Push.aux",
-        "await self.decided.wait()",
+        "await self.until(lambda: self.decided)",
         "pass",
         ARRIVALS,
     ),

@@ -1,0 +1,88 @@
+"""The end of a request, for who hears of it without waiting in a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.proto import common_pb2, worker_pb2
+from tests.client.requests import FACTS, GEOMETRY, name
+from tests.support.fake_daemon import FakeDaemon
+
+Heard = list[BaseException | None]
+
+
+def begun(folder: Path, scenario: Callable[[FakeDaemon, DaemonClient, RequestName], Awaitable[None]]) -> None:
+    """A prefill worker's request, which the daemon has begun."""
+
+    async def run() -> None:
+        async with FakeDaemon(folder, GEOMETRY) as daemon:
+            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_PREFILL, FACTS, "w", deadline_s=10)
+            request = name()
+            client.begin(request, digests=bytes(64), tokens=9, tail_digest=bytes(32), deadline_s=5)
+            await client.begun(request)
+            try:
+                await scenario(daemon, client, request)
+            finally:
+                await client.close()
+
+    asyncio.run(run())
+
+
+async def there(heard: Heard) -> None:
+    async with asyncio.timeout(10):
+        while not heard:
+            await asyncio.sleep(0.01)
+
+
+def test_an_end_is_told_once_and_then_forgotten(tmp_path: Path) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient, request: RequestName) -> None:
+        heard: Heard = []
+        client.when_ended(request, heard.append)
+        assert not heard
+        ended = worker_pb2.WorkerEvent(ended=worker_pb2.Ended(name=request.to_proto()))
+        for _ in range(2):
+            daemon.events.put_nowait(ended)
+        await there(heard)
+        client.forget(request)
+        await asyncio.sleep(0.05)
+        assert heard == [None] and not client.open_requests
+
+    begun(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_is_told_whenever_it_is_asked_for(tmp_path: Path, late: bool) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient, request: RequestName) -> None:
+        heard: Heard = []
+        if not late:
+            client.when_ended(request, heard.append)
+        daemon.fail(request.to_proto(), common_pb2.ERROR_ABORTED, "it is so")
+        with pytest.raises(RequestFailed):
+            await client.ended(request, 10)
+        if late:
+            client.when_ended(request, heard.append)
+        assert [str(error) for error in heard] == ["it is so"] and client.open_requests
+        await client.abort(request, "it failed")
+
+    begun(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_session_that_is_over_is_told_too(tmp_path: Path, late: bool) -> None:
+    async def scenario(daemon: FakeDaemon, client: DaemonClient, request: RequestName) -> None:
+        heard: Heard = []
+        if not late:
+            client.when_ended(request, heard.append)
+        daemon.events.put_nowait(None)
+        await asyncio.wait_for(asyncio.shield(client.gone), 10)
+        if late:
+            client.when_ended(request, heard.append)
+        assert [type(error) for error in heard] == [DaemonGone]
+
+    begun(tmp_path, scenario)
