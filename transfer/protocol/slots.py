@@ -21,7 +21,6 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvferry._core import part_checksum
@@ -60,8 +59,7 @@ def check_unsigned(field: str, value: int, bits: int) -> None:
         raise SlotError(field, value, f"in 0..2^{bits}-1")
 
 
-@dataclass(frozen=True, slots=True)
-class PartHeader:
+class PartHeader(NamedTuple):
     """The first HEADER_BYTES of a slot.
 
     The part's payload is the bytes [byte_offset, byte_offset + nbytes) of the lane's rows of the pages from
@@ -85,7 +83,7 @@ class PartHeader:
 
     def with_sum(self, payload_sum: int) -> PartHeader:
         """This header with the checksum of a payload whose `part_checksum` is this. Raises as `checksum_of`."""
-        return replace(self, checksum=self.checksum_of(payload_sum))
+        return self._replace(checksum=self.checksum_of(payload_sum))
 
     def pack(self) -> bytes:
         """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
@@ -133,8 +131,7 @@ class PartHeader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PartNotice:
+class PartNotice(NamedTuple):
     """The notification that follows a part's write: which slot was written, under which credit, for which transfer."""
 
     epoch: int
