@@ -87,24 +87,16 @@ class PartHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
-        check_unsigned("part.lane", self.lane, 16)
-        check_unsigned("part.slot", self.slot, 32)
-        check_unsigned("part.first_page", self.first_page, 32)
-        for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum"):
-            check_unsigned(f"part.{field}", getattr(self, field), 64)
-        return _HEADER.pack(
-            _HEADER_MAGIC,
-            PART_VERSION,
-            self.lane,
-            self.epoch,
-            self.transfer,
-            self.generation,
-            self.slot,
-            self.first_page,
-            self.byte_offset,
-            self.nbytes,
-            self.checksum,
-        )
+        fields = self.epoch, self.transfer, self.generation, self.slot, self.first_page, self.byte_offset, self.nbytes
+        try:
+            return _HEADER.pack(_HEADER_MAGIC, PART_VERSION, self.lane, *fields, self.checksum)
+        except struct.error:  # only now: which it is
+            check_unsigned("part.lane", self.lane, 16)
+            check_unsigned("part.slot", self.slot, 32)
+            check_unsigned("part.first_page", self.first_page, 32)
+            for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum"):
+                check_unsigned(f"part.{field}", getattr(self, field), 64)
+            raise
 
     @staticmethod
     def unpack(buffer: Buffer) -> PartHeader:
@@ -141,10 +133,13 @@ class PartNotice(NamedTuple):
 
     def pack(self) -> bytes:
         """The NOTICE_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
-        check_unsigned("notification.slot", self.slot, 32)
-        for field in ("epoch", "transfer", "generation"):
-            check_unsigned(f"notification.{field}", getattr(self, field), 64)
-        return _NOTICE.pack(_NOTICE_MAGIC, self.slot, self.epoch, self.transfer, self.generation)
+        try:
+            return _NOTICE.pack(_NOTICE_MAGIC, self.slot, self.epoch, self.transfer, self.generation)
+        except struct.error:  # only now: which it is
+            check_unsigned("notification.slot", self.slot, 32)
+            for field in ("epoch", "transfer", "generation"):
+                check_unsigned(f"notification.{field}", getattr(self, field), 64)
+            raise
 
     @staticmethod
     def unpack(payload: Buffer) -> PartNotice:
