@@ -296,7 +296,7 @@ COPIES = (
         "a spill or restore that is late is waited for",
         RANKS,
         "wait_all",
-        "                waited.copy.wait()\n",
+        "                copy.wait()\n",
         "",
         OF_WAITS,
     ),

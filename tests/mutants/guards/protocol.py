@@ -335,8 +335,8 @@ RECEIVING: tuple[Guard, ...] = (
         "a page arrives with its first lane",
         PROTOCOL + "receiver.py",
         "_Incoming.written",
-        "if self.missing[page] == 0:",
-        "if True:",
+        "if lanes == 0] if any(left)",
+        "] if any(left)",
         RECEIVER,
     ),
     Guard(
@@ -370,6 +370,14 @@ RECEIVING: tuple[Guard, ...] = (
         "if any(before) else",
         "if False else",
         SLOTS,
+    ),
+    Guard(
+        "no page of a stopped transfer is told",
+        "daemon/peers/receiving.py",
+        "Receiving.stop",
+        "        self._arrived.pop(transfer, None)",
+        "        pass",
+        ("tests/daemon/peers/test_arrivals_of_a_turn.py",),
     ),
 )
 
