@@ -149,8 +149,10 @@ class Latencies:
 
     def add_stage(self, stage: str, seconds: float) -> None:
         """One stage alone, which an event may have several times or not at all."""
-        self.stages.setdefault(stage, deque(maxlen=RECENT)).append(seconds)
-        self.histograms.setdefault(stage, Histogram()).add(seconds)
+        if stage not in self.stages:  # several times a part: nothing is made in vain
+            self.stages[stage], self.histograms[stage] = deque(maxlen=RECENT), Histogram()
+        self.stages[stage].append(seconds)
+        self.histograms[stage].add(seconds)
 
     def quantile(self, q: float) -> float:
         """Nearest-rank quantile in seconds; 0 with no events."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -101,15 +101,16 @@ class GpuPartCopies:
         def begin() -> GpuCopy:
             return copy(self._of_tier(gather.lane) if gather.from_rows else rows, *part, None, header, last_bytes)
 
-        issue(self._ends, begin, done)
+        issue(self._ends, begin, done, (engine, "gathers"))
 
     def scatter(self, scatter: Scatter, done: ScatterEnd) -> None:
         slot = self._slot_of(scatter.slot)
         engine, rows, _ = self._lanes[scatter.lane]
         payload, ids = _payload(slot, scatter.nbytes), self._places.of(scatter.page_ids)
         part = rows, ids, scatter.byte_offset, scatter.nbytes, payload
+        stream = engine, "scatters"
         if not self._sums:
-            issue(self._ends, lambda: engine.scatter_part(*part), lambda problem: done(problem, None))
+            issue(self._ends, lambda: engine.scatter_part(*part), lambda problem: done(problem, None), stream)
             return
         copies: list[GpuCopy] = []
 
@@ -126,7 +127,7 @@ class GpuPartCopies:
                     problem = f"{type(error).__name__}: {error}"
             done(problem, payload_sum)
 
-        issue(self._ends, copy, ended)
+        issue(self._ends, copy, ended, stream)
 
     def _of_tier(self, lane: int) -> GpuPages:
         assert self._tier is not None, "a session that sends nothing was to send from the host tier"
@@ -140,10 +141,11 @@ class GpuPartCopies:
         self._lanes.clear()
 
 
-def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd) -> None:
-    """Issues a copy, which `copy` begins; its end, or that it could not begin, is told to `done`."""
+def issue(ends: CopyEnds, copy: Callable[[], GpuCopy], done: CopyEnd, stream: Hashable = None) -> None:
+    """Issues a copy, which `copy` begins; its end, or that it could not begin, is told to `done`. `stream`: as for
+    `CopyEnds.issue`."""
     try:
-        ends.issue(copy, done)
+        ends.issue(copy, done, stream)
     except (GpuError, ValueError, IndexError) as error:
         asyncio.get_running_loop().call_soon(done, f"{type(error).__name__}: {error}")
 

@@ -2,7 +2,7 @@
 
 Copies within a GPU take some 50 us, and a thread that sleeps takes longer than that to wake. So while copies run, and
 for a moment after, the loop does not sleep but looks at them in every turn; what takes longer is left to a thread that
-waits.
+waits. Copies of one stream end in the order in which they were issued: a turn looks at none behind one that runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from kvferry._core import GpuCopy, GpuError, GpuWaiter
 from kvferry.daemon.memory.interface import CopyEnd
@@ -20,6 +21,12 @@ LOOK_SECONDS = 1.0  # between the thread's looks at whether it is to end
 MAX_COPIES = 1 << 14
 
 
+class _Waited(NamedTuple):
+    copy: GpuCopy
+    done: CopyEnd
+    stream: Hashable
+
+
 class CopyEnds:
     """The ends of copies, told to the event loop. All methods but the thread's own and `close` are called on the event
     loop's thread."""
@@ -27,7 +34,7 @@ class CopyEnds:
     def __init__(self) -> None:
         self._waiter = GpuWaiter()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[int, tuple[GpuCopy, CopyEnd]] = {}  # by id of the copy, which is held here
+        self._waiting: dict[int, _Waited] = {}  # by id of the copy, which is held here; in the order of issue
         self._given: set[int] = set()  # of these, what the thread waits for
         self._awake_until = 0.0
         self._turning = False
@@ -42,19 +49,20 @@ class CopyEnds:
 
     def oldest(self, now: float) -> float:
         """Seconds for which the copy that was added first has been the first, as those who ask saw it; 0: none runs."""
-        first = next(iter(self._waiting.values()))[0] if self._waiting else None
+        first = next(iter(self._waiting.values())).copy if self._waiting else None
         if first is None or first is not self._oldest[0]:
             self._oldest = (first, now)
         return now - self._oldest[1]
 
-    def issue(self, begin: Callable[[], GpuCopy], done: CopyEnd) -> None:
-        """Begins a copy, whose end is told to `done`. ValueError where too many are waited for, and what `begin`
-        raises: then no copy runs, and `done` is not called."""
+    def issue(self, begin: Callable[[], GpuCopy], done: CopyEnd, stream: Hashable = None) -> None:
+        """Begins a copy, whose end is told to `done`; `stream` names the one on which it runs, and no other of this
+        process. ValueError where too many are waited for, and what `begin` raises: then no copy runs, and `done` is not
+        called."""
         if len(self._waiting) >= MAX_COPIES:
             raise ValueError(f"copies that run are {len(self._waiting)}; they must be {MAX_COPIES} at most")
         self._loop = asyncio.get_running_loop()
         copy = begin()
-        self._waiting[id(copy)] = (copy, done)
+        self._waiting[id(copy)] = _Waited(copy, done, stream)
         self._stay_awake()
 
     def stop(self) -> None:
@@ -66,9 +74,9 @@ class CopyEnds:
         """Waits for the copies that run; behind `stop` from any thread."""
         self.stop()
         self._thread.join()
-        for copy, _ in self._waiting.values():
+        for waited in self._waiting.values():
             try:
-                copy.wait()
+                waited.copy.wait()
             except GpuError:
                 continue  # it has ended all the same
         self._waiting.clear()
@@ -86,16 +94,28 @@ class CopyEnds:
         if self._closing:
             return
         assert self._loop is not None
-        ended = [copy for key, (copy, _) in self._waiting.items() if key not in self._given and _has_ended(copy)]
-        self._tell(ended)
+        self._tell(self._ended())
         if time.monotonic() < self._awake_until:
             self._loop.call_soon(self._turn)
             return
         self._turning = False
-        for key, (copy, _) in self._waiting.items():
+        for key, waited in self._waiting.items():
             if key not in self._given:
                 self._given.add(key)
-                self._waiter.add(copy)
+                self._waiter.add(waited.copy)
+
+    def _ended(self) -> list[GpuCopy]:
+        """Those that have ended, but for what the thread waits for."""
+        ended: list[GpuCopy] = []
+        running: set[Hashable] = set()  # streams whose first copy runs
+        for key, (copy, _, stream) in self._waiting.items():
+            if key in self._given or stream in running:
+                continue
+            if _has_ended(copy):
+                ended.append(copy)
+            elif stream is not None:
+                running.add(stream)
+        return ended
 
     def _run(self) -> None:
         while not self._closing:
@@ -122,7 +142,7 @@ class CopyEnds:
                 problem = f"GpuError: {error}"
             self._stay_awake()
             try:
-                found[1](problem)
+                found.done(problem)
             except Exception as error:  # those that ended with it, and all that come later, are told even so
                 self._report(error)
 

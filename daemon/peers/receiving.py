@@ -1,11 +1,13 @@
 """The receiving end of a session: transfers opened for the decode core, parts scattered into its pool.
 
 Stages that it times: `first_part`, from the Ask to the notification of the transfer's first part; of each part
-`scatter`, from the notification to the end of the copy, and `publish`, the steps of the core that follow.
+`scatter`, from the notification to the end of the copy, and `publish`, its share of the steps of the core that follow.
+The core is told at once of all pages whose copies ended in one turn of the loop: its step costs as much for one part.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -75,6 +77,7 @@ class Receiving:
         self._latencies = meters.latencies
         self._traces = meters.traces
         self._asked: dict[int, float] = {}  # transfers without a part yet
+        self._arrived: dict[int, list[list[int]]] = {}  # by transfer: pages of which the core is to be told, by parts
         self._credits = CreditGroups(receiver.slots, receiver.ranks)
         self._direction = session.join(self)
 
@@ -92,6 +95,7 @@ class Receiving:
         """Wants no more of the transfer. True: no copy into its pages runs; False: on_drained follows."""
         self.session.send(peer.PeerMessage(ask_end=peer.AskEnd(transfer=transfer, reason=reason)))
         self._asked.pop(transfer, None)
+        self._arrived.pop(transfer, None)  # as those that were still to come
         drained = self.receiver.end(transfer)
         self._rest()
         self._expect()
@@ -155,7 +159,6 @@ class Receiving:
             self._latencies.add_stage("scatter", copied - begin)
             self._traces.part(scatter.transfer, "scatter", begin, copied)
             self._scattered(self.receiver.scattered(slot, payload_sum))
-            self._latencies.add_stage("publish", time.monotonic() - copied)
 
         self.session.copy_begins()
         self._counters.copied_bytes += scatter.nbytes
@@ -165,9 +168,12 @@ class Receiving:
     def _scattered(self, result: ScatterResult) -> None:
         # Credits go first: the sender can refill the slots while the pages are published.
         self._give_back(result.credit)
-        self._counters.pages += len(result.arrived)
         if result.arrived:
-            self._pages.on_pages(result.transfer, result.arrived)
+            if not self._arrived:
+                asyncio.get_running_loop().call_soon(self._publish)
+            self._arrived.setdefault(result.transfer, []).append(result.arrived)
+        if result.broken is not None or result.complete or result.drained:
+            self._publish()
         if result.broken is not None:
             self._events.on_broken(result.transfer, result.broken.message)
         if result.complete:
@@ -175,6 +181,19 @@ class Receiving:
             self._expect()
         if result.drained:
             self._pages.on_drained(result.transfer)
+
+    def _publish(self) -> None:
+        """Tells the core of the pages that arrived since the last time."""
+        begin, parts = time.monotonic(), 0
+        while self._arrived:
+            transfer = next(iter(self._arrived))
+            runs = self._arrived.pop(transfer)
+            pages = sorted(page for run in runs for page in run) if len(runs) > 1 else runs[0]
+            parts += len(runs)
+            self._counters.pages += len(pages)
+            self._pages.on_pages(transfer, pages)
+        for _ in range(parts):
+            self._latencies.add_stage("publish", (time.monotonic() - begin) / parts)
 
     def _give_back(self, credit: Credit) -> None:
         if group := self._credits.add(credit):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from kvferry.transfer.courier.messages import HEADER_BYTES, IPC_HANDLE_BYTES, CourierSetup, RankSlots, check_range
 
@@ -56,8 +55,7 @@ def gpu(device: int) -> SlotGpu:
     return cast(SlotGpu, GpuCopyEngine(device))
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSlot:
+class GpuSlot(NamedTuple):
     """A slot as its daemon maps it: `nbytes` at `address` of this process, on the rank's device."""
 
     rank: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 MAX_METADATA_BYTES = 64 * 1024
 MAX_NOTIFICATION_BYTES = 256
@@ -73,8 +73,7 @@ class Connect:
     ranks: tuple[RemoteRank, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(NamedTuple):
     """Write the first `nbytes` of a send slot to the start of a remote slot, then notify."""
 
     post_id: int
@@ -123,8 +122,7 @@ class Connected:
     """The other courier's agent is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class PostDone:
+class PostDone(NamedTuple):
     """The write is complete in the peer's memory and its notification is on its way."""
 
     post_id: int
@@ -138,8 +136,7 @@ class PostFailed:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Notification:
+class Notification(NamedTuple):
     """The peer's: every byte of the write that it came with is in the receive slot. header: the first bytes of the slot
     on a GPU that a part's notification names, read after it had come; empty for other notifications, and for slots in
     host memory, which the daemon reads."""

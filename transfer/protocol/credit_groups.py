@@ -2,7 +2,8 @@
 more time than its few bytes.
 
 The sender is never left waiting for what is kept here, which is fewer than a quarter of a rank's credits: the others
-are in parts on their way, or with the sender, which can then go on.
+are in parts on their way, or with the sender, which can then go on. Ranks move at one pace: the first whose group is
+full takes along those of all others, so that more ranks do not mean more messages.
 """
 
 from __future__ import annotations
@@ -27,17 +28,13 @@ class CreditGroups:
         return sum(map(len, self._waiting))
 
     def add(self, credit: Credit) -> list[Credit]:
-        """The group that it completes, to be sent now; else nothing."""
+        """The group that it completes, with what is kept of other ranks, to be sent now; else nothing."""
         waiting = self._waiting[credit.slot // self._slots]
         waiting.append(credit)
-        if len(waiting) < self._size:
-            return []
-        group = waiting.copy()
-        waiting.clear()
-        return group
+        return self.rest() if len(waiting) >= self._size else []
 
     def rest(self) -> list[Credit]:
-        """All that are kept, to be sent now. For when no transfer is open: the next begins with every slot."""
+        """All that are kept, to be sent now. Also for when no transfer is open: the next begins with every slot."""
         kept = [credit for waiting in self._waiting for credit in waiting]
         for waiting in self._waiting:
             waiting.clear()

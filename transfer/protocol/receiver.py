@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.transfer.geometry.rank_lanes import MAX_LANES, Lane
 from kvferry.transfer.protocol.coverage import Coverage
@@ -38,9 +38,10 @@ MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
 RANGES_PER_SLOT = 4
 RANGES_BESIDE_SLOTS = 16
 
+ONE_LESS = bytes([0, *range(255)])  # of each byte of a string
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
+
+class Scatter(NamedTuple):
     """Copy `nbytes` from behind the slot's header to the lane's rows of the pages `page_ids`, laid end to end, from
     byte_offset on.
 
@@ -77,8 +78,7 @@ class TransferBroken:
 ReceiverAction = Scatter | Regrant | TransferBroken
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterResult:
+class ScatterResult(NamedTuple):
     """The result of a copy. A transfer that is complete or drained is forgotten."""
 
     transfer: int
@@ -127,16 +127,15 @@ class _Incoming:
         rows = self.coverage[lane].written(start, nbytes)
         if len(self.coverage) == 1:
             return rows
-        arrived = []
-        for page in rows:
-            self.missing[page] -= 1
-            if self.missing[page] == 0:
-                arrived.append(page)
-        return arrived
+        if not rows:
+            return []
+        first, behind = rows[0], rows[-1] + 1
+        assert behind - first == len(rows), "rows of one range"
+        left = self.missing[first:behind] = self.missing[first:behind].translate(ONE_LESS)
+        return [first + i for i, lanes in enumerate(left) if lanes == 0] if any(left) else rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     """A copy out of a slot."""
 
     incoming: _Incoming

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.transfer.geometry.rank_lanes import Lane
 from kvferry.transfer.protocol.outgoing import Outgoing
@@ -26,8 +27,7 @@ MAX_PAGES = 1 << 32  # page indexes of a prompt are 32 bits on the wire
 PART_ALIGNMENT = 16  # bytes: rows that do not fit in a slot are cut at multiples, so that copies on GPUs are aligned
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(NamedTuple):
     """Copy bytes [byte_offset, byte_offset + nbytes) of the lane's rows of the pages `page_ids`, laid end to end,
     behind `header`, to which the payload's sum is added in a session with checksums.
 
@@ -47,8 +47,7 @@ class Gather:
     from_rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PostPart:
+class PostPart(NamedTuple):
     """Write the first `nbytes` of the sending slot into the peer's slot `remote_slot`."""
 
     post_id: int

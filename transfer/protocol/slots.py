@@ -21,7 +21,6 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvferry._core import part_checksum
@@ -60,8 +59,7 @@ def check_unsigned(field: str, value: int, bits: int) -> None:
         raise SlotError(field, value, f"in 0..2^{bits}-1")
 
 
-@dataclass(frozen=True, slots=True)
-class PartHeader:
+class PartHeader(NamedTuple):
     """The first HEADER_BYTES of a slot.
 
     The part's payload is the bytes [byte_offset, byte_offset + nbytes) of the lane's rows of the pages from
@@ -85,28 +83,20 @@ class PartHeader:
 
     def with_sum(self, payload_sum: int) -> PartHeader:
         """This header with the checksum of a payload whose `part_checksum` is this. Raises as `checksum_of`."""
-        return replace(self, checksum=self.checksum_of(payload_sum))
+        return self._replace(checksum=self.checksum_of(payload_sum))
 
     def pack(self) -> bytes:
         """The HEADER_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
-        check_unsigned("part.lane", self.lane, 16)
-        check_unsigned("part.slot", self.slot, 32)
-        check_unsigned("part.first_page", self.first_page, 32)
-        for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum"):
-            check_unsigned(f"part.{field}", getattr(self, field), 64)
-        return _HEADER.pack(
-            _HEADER_MAGIC,
-            PART_VERSION,
-            self.lane,
-            self.epoch,
-            self.transfer,
-            self.generation,
-            self.slot,
-            self.first_page,
-            self.byte_offset,
-            self.nbytes,
-            self.checksum,
-        )
+        fields = self.epoch, self.transfer, self.generation, self.slot, self.first_page, self.byte_offset, self.nbytes
+        try:
+            return _HEADER.pack(_HEADER_MAGIC, PART_VERSION, self.lane, *fields, self.checksum)
+        except struct.error:  # only now: which it is
+            check_unsigned("part.lane", self.lane, 16)
+            check_unsigned("part.slot", self.slot, 32)
+            check_unsigned("part.first_page", self.first_page, 32)
+            for field in ("epoch", "transfer", "generation", "byte_offset", "nbytes", "checksum"):
+                check_unsigned(f"part.{field}", getattr(self, field), 64)
+            raise
 
     @staticmethod
     def unpack(buffer: Buffer) -> PartHeader:
@@ -133,8 +123,7 @@ class PartHeader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PartNotice:
+class PartNotice(NamedTuple):
     """The notification that follows a part's write: which slot was written, under which credit, for which transfer."""
 
     epoch: int
@@ -144,10 +133,13 @@ class PartNotice:
 
     def pack(self) -> bytes:
         """The NOTICE_BYTES bytes. Raises SlotError for a field that does not fit its bits."""
-        check_unsigned("notification.slot", self.slot, 32)
-        for field in ("epoch", "transfer", "generation"):
-            check_unsigned(f"notification.{field}", getattr(self, field), 64)
-        return _NOTICE.pack(_NOTICE_MAGIC, self.slot, self.epoch, self.transfer, self.generation)
+        try:
+            return _NOTICE.pack(_NOTICE_MAGIC, self.slot, self.epoch, self.transfer, self.generation)
+        except struct.error:  # only now: which it is
+            check_unsigned("notification.slot", self.slot, 32)
+            for field in ("epoch", "transfer", "generation"):
+                check_unsigned(f"notification.{field}", getattr(self, field), 64)
+            raise
 
     @staticmethod
     def unpack(payload: Buffer) -> PartNotice:

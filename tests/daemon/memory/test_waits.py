@@ -104,6 +104,43 @@ def test_the_loop_is_told_that_a_copy_failed() -> None:
         ends.close()
 
 
+class Looked(Copy):
+    """One that runs until it is told to have ended, and counts who looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.over
+
+
+def test_no_look_is_at_a_copy_behind_one_of_its_stream_that_runs() -> None:
+    async def story(ends: CopyEnds) -> None:
+        told: list[int] = []
+        first, second, other, alone, beside = copies = [Looked() for _ in range(5)]
+        for number, (copy, stream) in enumerate(zip(copies, ("a", "a", "b", None, None), strict=True)):
+            issued: Any = copy
+            ends.issue(lambda issued=issued: issued, lambda _, number=number: told.append(number), stream)
+        await asyncio.sleep(0)
+        assert [copy.looks for copy in copies] == [1, 0, 1, 1, 1]
+        for copy in (second, first, other, beside):
+            copy.over = True
+        while len(told) < 4:
+            await asyncio.sleep(0)
+        assert told == [0, 1, 2, 4]
+        alone.over = True
+        while len(ends):
+            await asyncio.sleep(0)
+
+    ends = CopyEnds()
+    try:
+        asyncio.run(asyncio.wait_for(story(ends), 10))
+    finally:
+        ends.close()
+
+
 def test_pages_on_copy_threads_are_clear_when_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the threads fails: nobody is told that the pages are clear."""
     memory = SharedPoolMemory.create(PoolShape(GEOMETRY, 1, StorageOrder.PAGE_MAJOR, PAGES), str(tmp_path), "a", 3)

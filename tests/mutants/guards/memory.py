@@ -328,8 +328,8 @@ COPIES = (
         "a GPU's memory goes once no copy of it runs",
         ENDS,
         "CopyEnds.close",
-        "                copy.wait()\n",
-        "                copy.done()\n",
+        "                waited.copy.wait()\n",
+        "                waited.copy.done()\n",
         ("tests/csrc/test_pool_orders.py::test_an_engines_memory_is_let_go_when_no_copy_runs",),
     ),
     Guard(

@@ -21,11 +21,12 @@ def test_many_slots_go_back_in_a_few_messages(slots: int, expected: int) -> None
     assert (len(groups), groups.rest()) == (0, [])
 
 
-def test_a_rank_waits_for_no_other() -> None:
+def test_a_rank_waits_for_no_other_and_takes_them_along() -> None:
     groups = CreditGroups(8, 2)
     assert [groups.add(Credit(slot, 5)) for slot in (0, 8)] == [[], []]
-    assert groups.add(Credit(9, 5)) == [Credit(8, 5), Credit(9, 5)]
-    assert groups.rest() == [Credit(0, 5)]
+    assert groups.add(Credit(9, 5)) == [Credit(0, 5), Credit(8, 5), Credit(9, 5)]
+    assert len(groups) == 0
+    assert [groups.add(Credit(slot, 6)) for slot in (0, 1)] == [[], [Credit(0, 6), Credit(1, 6)]]
 
 
 @pytest.mark.parametrize(("slots", "ranks"), [(0, 1), (1, 0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -101,9 +100,9 @@ def test_a_repeated_or_stale_notification_is_counted_and_ignored() -> None:
     assert bench.receiver.notification(repeat, no_header) == [], "while its copy runs"
     bench.receiver.scattered(0)
     assert bench.receiver.notification(repeat, no_header) == [], "after its credit went back"
-    future = notice_of(dataclasses.replace(header, generation=3))
+    future = notice_of(header._replace(generation=3))
     assert bench.receiver.notification(future, no_header) == [], "a credit never granted"
-    old = notice_of(dataclasses.replace(header, epoch=EPOCH - 1, generation=2))
+    old = notice_of(header._replace(epoch=EPOCH - 1, generation=2))
     assert bench.receiver.notification(old, no_header) == [], "another epoch"
     assert bench.receiver.counts.stale_notifications == 4
     assert bench.receiver.free_credits == 1
@@ -146,7 +145,7 @@ def test_content_that_is_not_what_the_notification_says(field: str, value: int) 
     bench = Bench()
     bench.receiver.open(1, first_page=0, pages=1, page_ids=[0])
     header = bench.part(1, 0, 0, 100)
-    wrong = dataclasses.replace(header, **{field: value}).pack()
+    wrong = header._replace(**{field: value}).pack()
     with pytest.raises(SlotError, match=rf"part\.{field} is {value}, must be") as raised:
         bench.receiver.notification(notice_of(header), lambda slot: wrong)
     assert raised.value.field == f"part.{field}"
@@ -331,9 +330,9 @@ def test_a_part_with_another_checksum_publishes_nothing_and_breaks_its_transfer(
     receiver = bench.receiver
     receiver.open(1, first_page=5, pages=2, page_ids=[30, 20])
     sent = bench.part(1, 5, 0, 100)
-    sent = dataclasses.replace(sent, checksum=sent.checksum_of(99))
+    sent = sent._replace(checksum=sent.checksum_of(99))
     payload_sum = change.pop("payload_sum", 99)
-    came = dataclasses.replace(sent, **change)
+    came = sent._replace(**change)
     assert isinstance(bench.notify(came)[0], Scatter)
     result = receiver.scattered(0, payload_sum)
     assert result.credit == Credit(0, 2), "the slot can be used again"

@@ -1,0 +1,96 @@
+"""The core is told at once of all pages that arrived in a turn of the loop, and of no page of a transfer that it
+stopped."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvferry.daemon.peers import session as session_module
+from kvferry.daemon.peers.receiving import ReceivingSession
+from kvferry.proto import peer_pb2 as peer
+from kvferry.transfer.courier.messages import Notification
+from kvferry.transfer.protocol.slots import PartHeader, PartNotice
+from tests.daemon.peers.played_sessions import EPOCH, Link, Stream, met
+from tests.daemon.peers.test_session_words import PAGE_BYTES, Copies, Owner, receiving, run, settle, until
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    Copies.running = []
+    monkeypatch.setattr(session_module, "CourierLink", Link)
+
+
+def part(session: ReceivingSession, slot: int, page: int, generation: int = 1) -> None:
+    """Comes, and is being copied."""
+    header = PartHeader(
+        epoch=EPOCH,
+        transfer=1,
+        slot=slot,
+        generation=generation,
+        lane=0,
+        first_page=page,
+        byte_offset=0,
+        nbytes=PAGE_BYTES,
+    )
+    session._on_courier(Notification(PartNotice(EPOCH, 1, slot, generation).pack(), header.pack()))
+
+
+async def two_of_three(owner: Owner) -> tuple[ReceivingSession, asyncio.Task[None]]:
+    """The second and the first of three pages are copied out of their slots in one turn."""
+    session = receiving(owner)
+    running = asyncio.create_task(session.run(Stream(met(0))))
+    await until(lambda: owner.heard)
+    session.receiving.ask(peer.Ask(transfer=1, pages=3), [5, 6, 7])
+    part(session, 0, page=1)
+    part(session, 1, page=0)
+    while Copies.running:
+        Copies.running.pop()()
+    assert not owner.arrived
+    return session, running
+
+
+def test_pages_of_one_turn_are_told_together_and_in_order() -> None:
+    async def story() -> None:
+        owner = Owner()
+        session, running = await two_of_three(owner)
+        await settle()
+        assert owner.arrived == [(1, [0, 1])] and not owner.complete
+        part(session, 0, page=2, generation=2)
+        Copies.running.pop()()
+        assert owner.arrived == [(1, [0, 1]), (1, [2])] and owner.complete == [1], "the last one waits for no turn"
+        running.cancel()
+        await asyncio.wait([running])
+
+    run(story())
+
+
+def test_the_end_of_a_transfer_is_told_behind_its_pages() -> None:
+    async def story() -> None:
+        owner = Owner()
+        session, running = await two_of_three(owner)
+        part(session, 0, page=2, generation=2)
+        Copies.running.pop()()
+        assert owner.arrived == [(1, [0, 1, 2])] and owner.complete == [1]
+        await settle()
+        assert len(owner.arrived) == 1
+        running.cancel()
+        await asyncio.wait([running])
+
+    run(story())
+
+
+def test_no_page_of_a_stopped_transfer_is_told() -> None:
+    """Its pages may be another's by then."""
+
+    async def story() -> None:
+        owner = Owner()
+        session, running = await two_of_three(owner)
+        assert session.receiving.stop(1, "enough")
+        await settle()
+        assert not owner.arrived
+        running.cancel()
+        await asyncio.wait([running])
+
+    run(story())
