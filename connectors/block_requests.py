@@ -122,11 +122,10 @@ class BlockRequests:
             push.received = True
             self._tools.reports.add_received(order.request, order.blocks)
         sending = _Sending(self._tools, push, self._lease(order.request, order.name), self._begun)
-        if self._looking is None:
-            self._looking = sending.get_loop().call_later(self._tools.end_seconds / SLICES, self._look)
         if order.waits:
             return asyncio.ensure_future(self._push_waiting(push, sending))
         sending.begin()
+        self._look_later()
         return sending
 
     async def _push_waiting(self, push: Push, sending: _Sending) -> bool:
@@ -134,6 +133,7 @@ class BlockRequests:
             client = lease.client
             self._tools.begin(client, push)
             sending.start(await self._matched(client, push))
+            self._look_later()
             sending.go_on()  # more may be computed by now
             return await sending
         return False
@@ -166,6 +166,12 @@ class BlockRequests:
                     await push.filling.over()
                     await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
+
+    def _look_later(self) -> None:
+        """Has a look come for what was begun just now."""
+        if self._looking is None:
+            seconds = self._tools.end_seconds / SLICES
+            self._looking = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
         """Has those end in time that were begun since the last look, or up to an eighth of that time later."""
@@ -207,7 +213,8 @@ class BlockRequests:
 class _Sending(asyncio.Future[bool]):
     """A prompt of which the daemon is told as it is computed, and then its reply's first token: each at once, where a
     task takes another turn of the loop. It is done when nothing reads the prompt's blocks any more: whether all of it
-    is in the daemon's hands. It has a task of its own only to be given up, as where it is cancelled."""
+    is in the daemon's hands. It has a task of its own only where it lasts, or to be given up, as where it is
+    cancelled."""
 
     def __init__(self, tools: RequestTools, push: Push, lease: DaemonRequest, begun: set[_Sending]) -> None:
         """`begun`: those that were begun of late."""
@@ -278,8 +285,6 @@ class _Sending(asyncio.Future[bool]):
         self._task = self.get_loop().create_task(self._awaited())
 
     async def _awaited(self) -> None:
-        if self._over:  # since the task was made
-            return
         try:
             await self.lease.client.ended(self._push.order.name, self._tools.end_seconds)
         except (RequestFailed, DaemonGone) as error:
@@ -309,6 +314,8 @@ class _Sending(asyncio.Future[bool]):
 
     def _hear_no_more(self) -> None:
         self._over = True
+        if self._task is not None:  # it would forget a new request of that name, too
+            self._task.cancel()
         self._push.hear = hear_nothing
         self._begun.discard(self)
 

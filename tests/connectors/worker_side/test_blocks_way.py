@@ -133,14 +133,18 @@ def test_a_prompt_that_is_asked_for_late_has_the_time_of_who_asks(
     assert same(pair, theirs, ours, BLOCK)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_prompt_whose_end_is_not_told_is_given_up(
-    pair: BlockPair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: BlockPair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
     monkeypatch.setattr(RequestTools, "end_seconds", property(lambda _: 0.4))
     side, theirs = pair.sides["prefill"], tuple(range(PER_PAGE))
     until(lambda: side._requests._looking is None)  # type: ignore[attr-defined]  # another test's, with its time
     failed = side.moved.failed
-    pair.give("prefill", Begin("unended", new_name(), new_prompt(PAGE)), Save("unended", PAGE, theirs))
+    pair.give("prefill", Begin("unended", new_name(), new_prompt(PAGE), waits=waits))
+    if waits:
+        time.sleep(0.2)  # longer than between two looks: the engine has no blocks for it yet
+    pair.give("prefill", Save("unended", PAGE, theirs))
     pair.give("prefill", Release("unended", 7))
     sent(side, "unended")
     news = side.reports.take_news()

@@ -9,6 +9,7 @@ ENGINE_BLOCKS = ("tests/system/serving/test_engine_blocks.py",)
 BLOCKS_WAY = ("tests/connectors/worker_side/test_blocks_way.py",)
 CLIENT = ("tests/client/test_ends.py",)
 DAEMON_REQUEST = ("tests/connectors/test_daemon_request.py",)
+SENDING = ("tests/connectors/test_sending.py",)
 AHEAD = ("tests/daemon/core/test_ahead.py",)
 
 GUARDS: tuple[Guard, ...] = (
@@ -179,6 +180,22 @@ GUARDS: tuple[Guard, ...] = (
         "sending.last()",
         "pass",
         BLOCKS_WAY,
+    ),
+    Guard(
+        "a push that has waited for blocks has no deadline",
+        "connectors/block_requests.py",
+        "BlockRequests._push_waiting",
+        "self._look_later()",
+        "pass",
+        BLOCKS_WAY,
+    ),
+    Guard(
+        "who awaits the end of a push forgets a new request of its name",
+        "connectors/block_requests.py",
+        "_Sending._hear_no_more",
+        "self._task.cancel()",
+        "pass",
+        SENDING,
     ),
     Guard(
         "a request that has failed is waited for",

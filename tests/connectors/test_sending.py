@@ -1,0 +1,69 @@
+"""A prompt that an engine sends from its own blocks, to a scripted daemon: how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from kvferry.client.client import DaemonClient
+from kvferry.client.requests import RequestName
+from kvferry.connectors.block_requests import BlockRequests
+from kvferry.connectors.daemon_requests import RequestTools
+from kvferry.connectors.orders import Begin, PromptPages
+from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_session import OpenSession, Sessions
+from kvferry.connectors.worker_state import Push, Reports
+from kvferry.proto import common_pb2, worker_pb2
+from kvferry.threads import CallThread
+from tests.client.requests import FACTS, GEOMETRY, name
+from tests.connectors.engine_memory import EngineMemory
+from tests.support.fake_daemon import FakeDaemon
+
+Scenario = Callable[[FakeDaemon, DaemonClient, BlockRequests], Awaitable[None]]
+
+
+def at_daemon(folder: Path, scenario: Scenario) -> None:
+    async def nobody() -> None: ...
+
+    async def run() -> None:
+        async with FakeDaemon(folder, GEOMETRY) as daemon:
+            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_PREFILL, FACTS, "w", deadline_s=10)
+            connect: OpenSession = DaemonClient.connect  # type: ignore[assignment]  # never called
+            sessions = Sessions(connect, quiet=nobody, changed=lambda there: None, settled=asyncio.Event())
+            sessions.client = client
+            engine, thread = EngineMemory(4), CallThread("copies")
+            tools = RequestTools(Settings(daemon.socket), engine.map, engine.mover, sessions, thread, Reports())
+            try:
+                await scenario(daemon, client, BlockRequests(tools))
+            finally:
+                assert thread.close(10.0)
+                await client.close()
+
+    asyncio.run(run())
+
+
+def push_of(request: RequestName) -> Push:
+    return Push(Begin("r", request, PromptPages(bytes(64), 9, bytes(32))), 1, None)
+
+
+def test_a_name_that_is_used_again_at_once_is_the_new_requests(tmp_path: Path) -> None:
+    """Also where the end of the old one was awaited."""
+
+    async def scenario(daemon: FakeDaemon, client: DaemonClient, requests: BlockRequests) -> None:
+        daemon.override["begin"] = lambda message: []
+        again: list[asyncio.Future[bool]] = []
+        request = name()
+        sending = requests.push(push_of(request))
+        sending.add_done_callback(lambda _: again.append(requests.push(push_of(request))))
+        requests._look()
+        await daemon.wait_for("begin")
+        daemon.events.put_nowait(worker_pb2.WorkerEvent(ended=worker_pb2.Ended(name=request.to_proto())))
+        assert await sending
+        await daemon.wait_for("begin", 2)
+        assert client.open_requests == 1
+        daemon.events.put_nowait(worker_pb2.WorkerEvent(ended=worker_pb2.Ended(name=request.to_proto())))
+        assert await asyncio.wait_for(again[0], 10)
+        assert not client.open_requests
+
+    at_daemon(tmp_path, scenario)
