@@ -15,7 +15,7 @@ Rows, milliseconds; all but "of it" follow each other and sum to the total:
   nixl          from the order to the courier until the decode daemon has its notification; "of it, to done": until the
                 prefill daemon knows that the write is done
   scatter       slot to pool pages
-  publish       the decode core's steps that follow: pages readable, Ready, transfer over
+  publish       the decode core's step that follows: pages readable, Ready
   rest          of the daemon's own admit-to-ready, in no stage
 
 Limits, measured between the requests of the same run: "stream" is a round trip on the worker's own stream that asks

@@ -36,7 +36,7 @@ HIDDEN, LAYERS, HEADS = 512, 4, 8
 Weights = dict[str, torch.Tensor]
 QUERY_RANK = 256
 INDEX = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 64}
-AUX_LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}  # vLLM's runner V2 looks for them beside eagle_config, V1 in it
+AUX_LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 1]}  # vLLM's runner V2 looks beside eagle_config, V1 in it
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": AUX_LAYERS} | AUX_LAYERS
 TOLD_AS: dict[str, dict[str, object]] = {
     "indexed": {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], **INDEX},

@@ -165,7 +165,7 @@ def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str
 
 
 def steps_row(system: str, visits: list[Visit], ranks: int) -> Row:
-    """STEPS and their sum; nothing where vLLM's timers are not known. `ranks`: of decode, each of which tells a load."""
+    """STEPS and their sum; nothing where vLLM's timers are not known. `ranks`: of decode, each tells a load."""
     ttft = [value for visit in visits for value in visit.got.ttft_ms]
     told = {name: fmean(values) for name, values in told_by(visits).items()}
     if not ttft or "D TTFT" not in told:

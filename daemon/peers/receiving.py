@@ -1,8 +1,9 @@
 """The receiving end of a session: transfers opened for the decode core, parts scattered into its pool.
 
 Stages that it times: `first_part`, from the Ask to the notification of the transfer's first part; of each part
-`scatter`, from the notification to the end of the copy, and `publish`, its share of the steps of the core that follow.
-The core is told at once of all pages whose copies ended in one turn of the loop: its step costs as much for one part.
+`scatter`, from the notification to the end of the copy; of each part that completes pages `publish`, its share of the
+core's step that follows. The core is told at once of all pages of a transfer whose copies ended in one turn of the
+loop: its step costs as much for one part. Nothing that ends a transfer is told before them.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class Receiving:
             self._events.on_aux(name, message.aux.blob)
         elif kind == "ask_failed":
             failed = message.ask_failed
+            self._publish(failed.transfer)  # what arrived is not to be asked for again
             self._events.on_ask_failed(failed.transfer, RequestError.from_proto(failed.error))
         elif kind == "found":
             self._events.on_found(message.found)
@@ -137,7 +139,7 @@ class Receiving:
             elif isinstance(action, Regrant):
                 self._give_back(action.credit)
             elif isinstance(action, TransferBroken):
-                self._events.on_broken(action.transfer, action.message)
+                self._broken(action)
         return True
 
     @property
@@ -168,32 +170,35 @@ class Receiving:
     def _scattered(self, result: ScatterResult) -> None:
         # Credits go first: the sender can refill the slots while the pages are published.
         self._give_back(result.credit)
+        transfer = result.transfer
         if result.arrived:
-            if not self._arrived:
-                asyncio.get_running_loop().call_soon(self._publish)
-            self._arrived.setdefault(result.transfer, []).append(result.arrived)
-        if result.broken is not None or result.complete or result.drained:
-            self._publish()
+            if transfer not in self._arrived:
+                asyncio.get_running_loop().call_soon(self._publish, transfer)
+            self._arrived.setdefault(transfer, []).append(result.arrived)
         if result.broken is not None:
-            self._events.on_broken(result.transfer, result.broken.message)
+            self._broken(result.broken)
         if result.complete:
-            self._events.on_complete(result.transfer)
+            self._publish(transfer)
+            self._events.on_complete(transfer)
             self._expect()
         if result.drained:
-            self._pages.on_drained(result.transfer)
+            self._pages.on_drained(transfer)
 
-    def _publish(self) -> None:
-        """Tells the core of the pages that arrived since the last time."""
-        begin, parts = time.monotonic(), 0
-        while self._arrived:
-            transfer = next(iter(self._arrived))
-            runs = self._arrived.pop(transfer)
-            pages = sorted(page for run in runs for page in run) if len(runs) > 1 else runs[0]
-            parts += len(runs)
-            self._counters.pages += len(pages)
-            self._pages.on_pages(transfer, pages)
-        for _ in range(parts):
-            self._latencies.add_stage("publish", (time.monotonic() - begin) / parts)
+    def _broken(self, broken: TransferBroken) -> None:
+        self._publish(broken.transfer)
+        self._events.on_broken(broken.transfer, broken.message)
+
+    def _publish(self, transfer: int) -> None:
+        """Tells the core of the transfer's pages that arrived since the last time."""
+        if (runs := self._arrived.pop(transfer, None)) is None:
+            return
+        begin = time.monotonic()
+        pages = sorted(page for run in runs for page in run) if len(runs) > 1 else runs[0]
+        self._counters.pages += len(pages)
+        self._pages.on_pages(transfer, pages)
+        share = (time.monotonic() - begin) / len(runs)
+        for _ in runs:
+            self._latencies.add_stage("publish", share)
 
     def _give_back(self, credit: Credit) -> None:
         if group := self._credits.add(credit):

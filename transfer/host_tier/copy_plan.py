@@ -3,16 +3,16 @@
 On the bus a copy engine needs long runs of bytes, and a call of the driver costs microseconds: pages in small fragments
 are gathered into rows, or scattered from them, by a kernel on the GPU (`staged`). An engine's process and this one have
 the GPU by turns, so that such a kernel waits for a turn, which staging covers (CopyTuning.deep_buffers), and the engine
-for the kernel's: spills, for which nobody waits, go without one where fragments are long enough (`batch`), until pages
-are restored meanwhile, which takes the turns anyway: the bus has more of both where both are staged. Under MPS it runs
-beside the engine's kernels: where these hold every multiprocessor, as matrix products do, it waits for the end of
-one; then a copy engine walks over the fragments itself (`pitched`), which costs it some 2.5 us a page, and nobody else
-anything. (That time is the engine's, one for
-each direction: more streams, or a batch of such copies in one call, do not hide it, and a copy within the GPU is a
-kernel as well. Only fragments fill it: see apart_percent in csrc/cuda/engine.h.) It walks slowly over fragments as
-small as a few KiB: where many copies are under way, those are staged all the same, since the bus has others to do while
-their kernels wait. Rows that are short themselves go by a kernel which reads or writes host memory (`kernel`). Long
-fragments go as they are (`batch`). What a driver cannot do, the engine does otherwise, and counts it.
+for the kernel's: spills, for which nobody waits, go without one where fragments are long enough (`batch`), except while
+pages are restored, which takes the turns anyway: the bus has more of both where both are staged. Under MPS it runs
+beside the engine's kernels: where these hold every multiprocessor, as matrix products do, it waits for the end of one;
+then a copy engine walks over the fragments itself (`pitched`), which costs it some 2.5 us a page, and nobody else
+anything. (That time is the engine's, one for each direction: more streams, or a batch of such copies in one call, do
+not hide it, and a copy within the GPU is a kernel as well. Only fragments fill it: see apart_percent in
+csrc/cuda/engine.h.) It walks slowly over fragments as small as a few KiB: where many copies are under way, those are
+staged all the same, since the bus has others to do while their kernels wait. Rows that are short themselves go by a
+kernel which reads or writes host memory (`kernel`). Long fragments go as they are (`batch`). What a driver cannot do,
+the engine does otherwise, and counts it.
 
 A list of fragments that lie anywhere, in host memory as well, has no rows: a kernel moves many small ones (`kernel`),
 or the driver does (`batch`, `loop`).

@@ -379,6 +379,14 @@ RECEIVING: tuple[Guard, ...] = (
         "        pass",
         ("tests/daemon/peers/test_arrivals_of_a_turn.py",),
     ),
+    Guard(
+        "pages that arrived are told before their transfer breaks",
+        "daemon/peers/receiving.py",
+        "Receiving._broken",
+        "        self._publish(broken.transfer)\n",
+        "",
+        ("tests/daemon/peers/test_arrivals_of_a_turn.py",),
+    ),
 )
 
 GUARDS: tuple[Guard, ...] = (*CREDITS, *SENDING, *RECEIVING)
