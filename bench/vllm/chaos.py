@@ -2,10 +2,11 @@
 nothing leaked.
 
 python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--stops 8] [--ranks 2:1] [--dp 2] [--rank-kills 2]
-    [--output FILE]
+    [--listen 20] [--output FILE]
 
-A token that differs from one vLLM's is counted apart where a pair with NixlConnector says it, too. A stop is SIGSTOP
-and, seconds later, SIGCONT.
+A token that differs from one vLLM's is counted apart where a pair with NixlConnector says it, too, or its decode
+engine alone, of which more is heard with --listen: in bfloat16 what is in a cache already decides between neighbours.
+A stop is SIGSTOP and, seconds later, SIGCONT.
 VLLM_LEAVE_SECONDS: clients that leave do so within that time (4; no longer than a reply takes, or few of them leave).
 """
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
-from chat import Comparison, Messages, Reply, body, new_client, one_server, streamed, user_text
+from chat import Comparison, Messages, Reply, body, new_client, one_server, said, streamed, user_text
 from cluster import Cluster, Engine, Log, Spec, ranks_of
 from compare import done_by
 
@@ -40,10 +41,10 @@ STOP_SECONDS = (0.5, 8.0)  # at least, at most: a session is lost after 3, a req
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Of each prompt: what one vLLM alone answers, and a pair with NixlConnector."""
+    """Of each prompt: what one vLLM alone answers, and what a pair with NixlConnector, or its decode engine alone."""
 
     replies: list[Reply]
-    opinions: list[Reply]
+    opinions: list[list[Reply]]
 
     def compare(self, comparison: Comparison, where: str, number: int, reply: Reply) -> None:
         comparison.add(f"{where}, prompt {number}", self.replies[number], reply, self.opinions[number])
@@ -106,10 +107,38 @@ async def references(url: str, asked: list[Messages], max_tokens: int) -> list[R
         return list(await asyncio.gather(*(one(messages) for messages in asked)))
 
 
-def opinions(cluster: Cluster, asked: list[Messages], max_tokens: int) -> list[Reply]:
-    """What a pair with NixlConnector, which is up, answers behind a front end."""
+def opinions(
+    cluster: Cluster, asked: list[Messages], clients: int, max_tokens: int, seconds: float
+) -> list[list[Reply]]:
+    """Of each prompt what a pair with NixlConnector, which is up, answers behind a front end. Then each other answer
+    that clients who ask it at random hear, and those who ask its decode engine alone, for so many seconds each: what
+    the engine finds in its cache, which is small, is another part of the prompt each time."""
     cluster.start_nixl_front()
-    return asyncio.run(references(cluster.front, asked, max_tokens))
+    first = asyncio.run(references(cluster.front, asked, max_tokens))
+    heard = [{tuple(said(reply, max_tokens)): reply} for reply in first]
+    for url in (cluster.front, cluster.engines["decode"].url):
+        asyncio.run(listen(heard, url, asked, clients, max_tokens, seconds))
+    return [list(each.values()) for each in heard]
+
+
+async def listen(
+    heard: list[dict[tuple[str, ...], Reply]],
+    url: str,
+    asked: list[Messages],
+    clients: int,
+    tokens: int,
+    seconds: float,
+) -> None:
+    until = time.monotonic() + seconds
+
+    async def one(client: httpx.AsyncClient, chosen: random.Random) -> None:
+        while time.monotonic() < until:
+            number = chosen.randrange(len(asked))
+            reply = await streamed(client, url, body(asked[number], tokens), time.monotonic())
+            heard[number].setdefault(tuple(said(reply, tokens)), reply)
+
+    async with new_client() as client:
+        await asyncio.gather(*(one(client, random.Random(seed)) for seed in range(clients)))
 
 
 async def client_loop(
@@ -254,6 +283,13 @@ def main() -> int:
     parser.add_argument(
         "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks that are killed behind it"
     )
+    parser.add_argument(
+        "--listen",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="to a pair without kvferry, and to its decode engine",
+    )
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
     log, ranks = Log(Path(args.output) if args.output else None), ranks_of(args.ranks)
@@ -262,7 +298,9 @@ def main() -> int:
         alone = asyncio.run(references(cluster.alone().url, asked, args.max_tokens))
     with Cluster(Spec(decode_blocks=args.decode_blocks, ranks=ranks)) as cluster:
         cluster.nixl()
-        wanted = Wanted(alone, opinions(cluster, asked, args.max_tokens))
+        others = opinions(cluster, asked, args.clients, args.max_tokens, args.listen)
+        log.add(f"without kvferry {sum(map(len, others))} answers to {len(asked)} prompts")
+        wanted = Wanted(alone, others)
     spec = Spec(decode_blocks=args.decode_blocks, ranks=ranks, dp=args.dp, pool=args.pool)
     spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes, extra={"deadline_seconds": 20.0})
     with Cluster(spec) as cluster:

@@ -217,9 +217,9 @@ class Comparison:
     shared: list[str] = field(default_factory=list)  # differences that the opinion without kvferry has, too
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, where: str, reference: Reply, got: Reply, opinion: Reply | None = None, tie: float = TIE) -> None:
-        """Token for token; behind a difference nothing can be compared. A reply of no tokens is wrong. `opinion`: what
-        a system without kvferry that computes the prompt in steps like those of `got` answers."""
+    def add(self, where: str, reference: Reply, got: Reply, opinions: Sequence[Reply] = (), tie: float = TIE) -> None:
+        """Token for token; behind a difference nothing can be compared. A reply of no tokens is wrong. `opinions`: what
+        systems without kvferry that compute the prompt in steps like those of `got` answer."""
         if not reference.tokens:
             self.wrong.append(f"{where}: the reference has no token to compare with")
         for position, (want, have) in enumerate(zip(reference.tokens, got.tokens, strict=False)):
@@ -230,7 +230,7 @@ class Comparison:
             told += f"{want.gap:.2e}, its own {have.gap:.2e}"
             if want.gap < tie:
                 self.ties.append(told)
-            elif opinion is not None and said(opinion, position + 1) == said(got, position + 1):
+            elif any(said(each, position + 1) == said(got, position + 1) for each in opinions):
                 self.shared.append(told)
             else:
                 self.wrong.append(told)
@@ -261,7 +261,7 @@ def compared(
     """The same conversations, asked of two systems, or of three: see `Comparison.add`."""
     comparison = Comparison()
     for conversation, (wants, haves) in enumerate(zip(reference, got, strict=True)):
-        others = opinion[conversation] if opinion is not None else [None] * len(wants)
+        others = [()] * len(wants) if opinion is None else [(each,) for each in opinion[conversation]]
         for turn, (want, have, other) in enumerate(zip(wants, haves, others, strict=True)):
             comparison.add(f"conversation {conversation}, turn {turn}", want, have, other)
     return comparison

@@ -26,7 +26,7 @@ from chat import Comparison, Load, Messages, Reply, compared, run_chats, texts
 from cluster import Cluster, Log, Spec
 from rich.console import Console
 
-CHAOS_TOKENS = 16  # of each answer
+CHAOS_TOKENS, CHAOS_CLIENTS = 16, 4  # of each answer; at a time
 PATIENT: dict[str, object] = {"deadline_seconds": 45.0}
 
 
@@ -73,7 +73,7 @@ class Cases:
         self.reference = reference
         self.logs = logs
         self.results: dict[tuple[str, str], compare.Result] = {}  # by case and system
-        self.opinions: list[Reply] = []  # of the pair without kvferry, on the prompts of aborts and restarts
+        self.opinions: list[list[Reply]] = []  # of the pair without kvferry, on the prompts of aborts and restarts
 
     def evicting(self) -> int:
         """The decode daemon's pool is too small for all chats as well: what it evicts comes back from its host tier."""
@@ -85,7 +85,7 @@ class Cases:
             cluster.kvferry()
             bad = self.served("evicting", cluster)
             faults = chaos.Faults(args.aborts, args.restarts, args.stops)
-            lines, failed = chaos.run_on(cluster, reference.prompts, wanted, faults, 4, CHAOS_TOKENS)
+            lines, failed = chaos.run_on(cluster, reference.prompts, wanted, faults, CHAOS_CLIENTS, CHAOS_TOKENS)
             self.logs["chaos"].add(*lines)
         return bad + failed + self.compared("evicting", args.small_blocks)
 
@@ -117,7 +117,9 @@ class Cases:
             cluster.nixl()
             self.results[case, "nixl"] = asyncio.run(compare.drive(cluster, "nixl", self.load, self.reference.said))
             if not self.opinions:
-                self.opinions = chaos.opinions(cluster, self.reference.prompts, CHAOS_TOKENS)
+                self.opinions = chaos.opinions(
+                    cluster, self.reference.prompts, CHAOS_CLIENTS, CHAOS_TOKENS, self.args.listen
+                )
 
     def compared(self, case: str, blocks: int) -> int:
         pair = [self.results[case, "nixl"], self.results[case, "kvferry"]]
@@ -143,6 +145,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--stops", type=int, default=8)
+    parser.add_argument("--listen", type=float, default=0.0, metavar="SECONDS", help="as for chaos.py")
     parser.add_argument(
         "--cases", default="evicting,large", help="one of them alone leaves out what the other measures"
     )

@@ -218,9 +218,10 @@ def test_tokens_that_differ_are_wrong_but_at_ties(bench: SimpleNamespace) -> Non
     comparison.add("tie", reference, reply(("a", 1.0), ("x", 1.0), ("y", 1.0)))
     assert (comparison.tokens, len(comparison.ties), comparison.wrong) == (5, 1, [])
     opinion = reply(("a", 1.0), ("b", 1.0), ("x", 1.0))
-    comparison.add("as another", reference, reply(("a", 1.0), ("b", 1.0), ("x", 1.0)), opinion)
+    comparison.add("as another", reference, reply(("a", 1.0), ("b", 1.0), ("x", 1.0)), [opinion])
     assert (len(comparison.ties), len(comparison.shared), comparison.wrong) == (1, 1, [])
-    comparison.add("not as another", reference, reply(("a", 1.0), ("b", 1.0), ("y", 1.0)), opinion)
+    others = [opinion, reply(("a", 1.0), ("z", 1.0), ("y", 1.0))]
+    comparison.add("not as another", reference, reply(("a", 1.0), ("b", 1.0), ("y", 1.0)), others)
     assert len(comparison.wrong) == 1
     comparison.wrong.clear()
     comparison.add("other", reference, reply(("z", 1.0)))

@@ -434,6 +434,7 @@ def test_without_a_guard_harm_is_found(guard: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # some need many seeds, beside other work
 @pytest.mark.parametrize("guard", GUARDS)
 def test_without_a_guard_harm_is_found_among_all_faults(
     guard: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
