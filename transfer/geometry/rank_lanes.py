@@ -116,7 +116,7 @@ def _lanes_of(number: int, cache: KVGeometry, senders: int, receivers: int) -> l
             f"ranks is {senders} of prefill and {receivers} of decode, and geometry.head_runs is 0: in this engine "
             "layout a token's heads lie side by side, or nobody says that they do not, so that pages go whole from "
             "rank to rank; give both engines as many ranks, or heads outermost in a block "
-            "(vLLM: VLLM_KV_CACHE_LAYOUT=HND)"
+            "(vLLM: VLLM_KV_CACHE_LAYOUT=HND, and on CPUs pages of its --block-size)"
         )
     head_bytes = cache.page_bytes // cache.kv_heads
     lanes: list[Lane] = []
