@@ -38,9 +38,14 @@ def test_requests_at_random_are_in_order(pool: Pool, seed: int) -> None:
     [("clearing", "zero_pages"), ("tail", "zero_pages"), ("gather", "copy_part"), ("scatter", "copy_part")],
 )
 def test_a_daemon_that_does_not_wait_is_found(pool: Pool, hasty: str, found: str) -> None:
-    asyncio.run(Daemon(pool, 1, hasty).run(100))
-    messages = pool.orders.take()
-    assert any(f"which {found}" in message for message in messages)
+    """On a loaded machine the loop may come so late that what it does not wait for is over: other seeds are tried."""
+    messages: list[str] = []
+    for seed in range(1, 6):
+        asyncio.run(Daemon(pool, seed, hasty).run(100))
+        messages += pool.orders.take()
+        if any(f"which {found}" in message for message in messages):
+            return
+    pytest.fail(f"nothing which {found}: {messages}")
 
 
 def test_an_engines_memory_is_let_go_when_no_copy_runs(
