@@ -13,13 +13,9 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.one_rank import OneRank
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
-from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import OpenSession, Sessions
-from kvferry.connectors.worker_state import Reports
 from kvferry.proto import common_pb2
-from kvferry.threads import CallThread
-from tests.client.requests import FACTS, GEOMETRY, admit, name
-from tests.connectors.engine_memory import EngineMemory
+from tests.client.requests import admit, name
+from tests.connectors.scripted_tools import tools_at
 from tests.support.fake_daemon import FakeDaemon
 
 TOO_MANY = 4_000_000  # tokens, whose digests no message takes
@@ -49,22 +45,10 @@ class Rank:
 
 
 def at_rank(folder: Path, scenario: Callable[[Rank], Awaitable[None]]) -> None:
-    async def nobody() -> None: ...
-
     async def run() -> None:
-        async with FakeDaemon(folder, GEOMETRY) as daemon:
-            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=10)
+        async with tools_at(folder, common_pb2.ROLE_DECODE) as (daemon, client, tools):
             client._rank = OneRank(0, 2, "e", common_pb2.ROLE_DECODE)
-            connect: OpenSession = DaemonClient.connect  # type: ignore[assignment]  # never called
-            sessions = Sessions(connect, quiet=nobody, changed=lambda there: None, settled=asyncio.Event())
-            sessions.client = client
-            engine, thread = EngineMemory(4), CallThread("copies")
-            tools = RequestTools(Settings(daemon.socket), engine.map, engine.mover, sessions, thread, Reports())
-            try:
-                await scenario(Rank(daemon, client, tools))
-            finally:
-                assert thread.close(10.0)
-                await client.close()
+            await scenario(Rank(daemon, client, tools))
 
     asyncio.run(run())
 

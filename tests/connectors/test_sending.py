@@ -9,36 +9,20 @@ from pathlib import Path
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestName
 from kvferry.connectors.block_requests import BlockRequests
-from kvferry.connectors.daemon_requests import RequestTools
 from kvferry.connectors.orders import Begin, PromptPages
-from kvferry.connectors.settings import Settings
-from kvferry.connectors.worker_session import OpenSession, Sessions
-from kvferry.connectors.worker_state import Push, Reports
+from kvferry.connectors.worker_state import Push
 from kvferry.proto import common_pb2, worker_pb2
-from kvferry.threads import CallThread
-from tests.client.requests import FACTS, GEOMETRY, name
-from tests.connectors.engine_memory import EngineMemory
+from tests.client.requests import name
+from tests.connectors.scripted_tools import tools_at
 from tests.support.fake_daemon import FakeDaemon
 
 Scenario = Callable[[FakeDaemon, DaemonClient, BlockRequests], Awaitable[None]]
 
 
 def at_daemon(folder: Path, scenario: Scenario) -> None:
-    async def nobody() -> None: ...
-
     async def run() -> None:
-        async with FakeDaemon(folder, GEOMETRY) as daemon:
-            client = await DaemonClient.connect(daemon.socket, common_pb2.ROLE_PREFILL, FACTS, "w", deadline_s=10)
-            connect: OpenSession = DaemonClient.connect  # type: ignore[assignment]  # never called
-            sessions = Sessions(connect, quiet=nobody, changed=lambda there: None, settled=asyncio.Event())
-            sessions.client = client
-            engine, thread = EngineMemory(4), CallThread("copies")
-            tools = RequestTools(Settings(daemon.socket), engine.map, engine.mover, sessions, thread, Reports())
-            try:
-                await scenario(daemon, client, BlockRequests(tools))
-            finally:
-                assert thread.close(10.0)
-                await client.close()
+        async with tools_at(folder, common_pb2.ROLE_PREFILL) as (daemon, client, tools):
+            await scenario(daemon, client, BlockRequests(tools))
 
     asyncio.run(run())
 
