@@ -131,7 +131,9 @@ class _Incoming:
             return []
         first, behind = rows[0], rows[-1] + 1
         assert behind - first == len(rows), "rows of one range"
-        left = self.missing[first:behind] = self.missing[first:behind].translate(ONE_LESS)
+        owed = self.missing[first:behind]
+        assert 0 not in owed, "a lane has its rows of a page once"
+        left = self.missing[first:behind] = owed.translate(ONE_LESS)
         return [first + i for i, lanes in enumerate(left) if lanes == 0] if any(left) else rows
 
 

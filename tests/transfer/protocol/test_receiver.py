@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.daemon.core.counters import TransferCounters
 from kvferry.transfer.geometry.rank_lanes import Heads, Lane
-from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, TransferBroken
+from kvferry.transfer.protocol.receiver import Receiver, Regrant, Scatter, TransferBroken, _Incoming
 from kvferry.transfer.protocol.slots import HEADER_BYTES, Credit, PartHeader, PartNotice, SlotError
 
 EPOCH = 77
@@ -356,3 +356,11 @@ def test_a_wrong_checksum_of_a_transfer_that_was_ended_is_counted() -> None:
     assert (result.broken, result.drained, bench.receiver.counts.mismatched_parts) == (None, True, 1)
     with pytest.raises(ValueError, match="slot is 0, must be one of the 0 being scattered"):
         bench.receiver.scattered(0, 1)
+
+
+def test_a_page_that_has_come_on_all_lanes_cannot_come_again() -> None:
+    incoming = _Incoming(0, [7, 8], [LANE, LANE])
+    incoming.coverage[0].claim(0, 200)
+    incoming.missing[1] = 0  # as if it had
+    with pytest.raises(AssertionError, match="rows of a page once"):
+        incoming.written(0, 0, 200)
