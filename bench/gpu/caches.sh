@@ -4,7 +4,7 @@
 #   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   one GPU: latent latent-fp8 indexed fp8 e5m2 eagle eagle3 mtp draft
 #                                                         two: latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 latent-chaos-1:2
 # Two at once, each on a GPU: DEVICE, VLLM_LANE (1, 2) and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
-# CASE_SECONDS (200): of each case. indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
+# CASE_SECONDS (200): of each case. GREEDY: more flags of greedy.py, for instance --nixl, NixlConnector's pair as well. indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
@@ -28,7 +28,7 @@ tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
   folder=$(model "$kind")
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
   echo "==== $name"
-  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py --pool engine --cases ${CASES:-large small} --conversations "${CHATS:-6}" --turns 4 --reference "$REFERENCES/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
+  timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/greedy.py ${GREEDY:-} --pool engine --cases ${CASES:-large small} --conversations "${CHATS:-6}" --turns 4 --reference "$REFERENCES/$kind-$(cksum <<<"$flags" | cut -d' ' -f1).json" \
     --output "$OUT_DIR/$name.txt" "$@" 2>&1 | tail -25
   grep -hE "Using .* backend|Unfit|Error" "$VLLM_BENCH_LOGS"/*.log | cut -c1-300 | sort | uniq -c | sort -rn | head -8
   grep -h "Traceback" -A30 "$VLLM_BENCH_LOGS"/*.log | grep -v APIServer | tail -25 | cut -c1-300

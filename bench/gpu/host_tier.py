@@ -1,10 +1,11 @@
 """The host tier beside one GPU: how fast it comes to be, and its copies against the link.
 
     python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only daemon growth copies beside] [--rounds 2]
-                                  [--strategies auto staged] [--buffers 8x16 12x8 12x16]
+                                  [--strategies auto staged] [--buffers 8x16 10+5x16] [--new-memory 16]
 
 Daemon: `kvferry serve --role decode` with a tier of --gib and without one, by turns: seconds until it is ready, until
 its first worker has a pool, and from then until the first part of the tier may be used and until all may; its memory.
+Before it --new-memory GiB, which are kept, are written for the first time: as fast as the machine gives new memory.
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
 standstill of the event loop meanwhile, what lies in huge pages, and what the driver takes to allocate pinned memory
@@ -13,7 +14,7 @@ speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
 way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
 (--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all; once for each of --buffers,
-which are staging buffers of restores and their MiB. Each tells the GPU memory that it took.
+which are staging buffers of restores, of spills, and their MiB. Each tells the GPU memory that it took.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import mmap
 import os
 import resource
 import select
@@ -29,12 +31,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 from unittest import mock
 
 import grpc
+import numpy as np
 import torch
 
 from kvferry._core import GpuCopyEngine
@@ -56,6 +60,7 @@ from kvferry.transfer.geometry.pool_shape import PoolShape
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
 from kvferry.transfer.host_tier.copy_strategies import AUTO, ENVIRONMENT, STRATEGIES
 from kvferry.transfer.host_tier.rows import AnonymousRows
+from kvferry.transfer.mapping import populate
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPES = {
@@ -170,17 +175,22 @@ def taken() -> float:
 
 @contextlib.contextmanager
 def staging(words: str) -> Iterator[None]:
-    """Copies of each direction are staged in so many buffers of so many MiB ("8x16"), or ("") as a daemon's are."""
+    """Copies are staged in so many buffers of so many MiB: as many each way ("8x16"), or restores in more of them than
+    spills ("10+5x16"), or ("") as a daemon's are."""
     if not words:
         yield
         return
-    buffers, size = map(int, words.split("x"))
+    numbers, size = words.split("x")
+    restoring, _, spilling = numbers.partition("+")
 
     def made(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
-        engines = [GpuCopyEngine(ordinal, deep_buffers=buffers, buffer_bytes=size * MIB) for _ in range(2)]
-        return GpuCopies(engines[0], restores=engines[1]), GpuCopies(engines[1])
+        restores, spills = (
+            GpuCopyEngine(ordinal, deep_buffers=int(buffers), buffer_bytes=int(size) * MIB)
+            for buffers in (restoring, spilling or restoring)
+        )
+        return GpuCopies(spills, restores=restores), GpuCopies(restores)
 
-    print(f"staged in {buffers} buffers of {size} MiB:", flush=True)
+    print(f"staged in {restoring} buffers of restores, {spilling or restoring} of spills, of {size} MiB:", flush=True)
     with mock.patch.object(gpu_ranks, "copiers", made):
         yield
 
@@ -257,6 +267,18 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
     began = time.perf_counter()
     await tier.close()
     print(f"  and let go in {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def new_memory(nbytes: int) -> mmap.mmap:
+    """Written for the first time by so many threads as a tier's, without a library of ours."""
+    memory = populate.reserve(nbytes)
+    began = time.perf_counter()
+    with ThreadPoolExecutor(populate.THREADS) as threads:
+        for piece in np.array_split(np.frombuffer(memory, np.uint8), 16 * populate.THREADS):
+            threads.submit(piece.fill, 1)
+    seconds = time.perf_counter() - began
+    print(f"the machine gives {nbytes / GIB:.0f} GiB of new memory at {nbytes / GIB / seconds:.1f} GiB/s", flush=True)
+    return memory
 
 
 def allocated() -> float:
@@ -361,16 +383,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--strategies", nargs="+", choices=(AUTO, *STRATEGIES), default=[AUTO, *STRATEGIES])
-    parser.add_argument("--buffers", nargs="+", default=[""], help="of restores, and their MiB: 8x16 12x8")
+    parser.add_argument("--buffers", nargs="+", default=[""], help="of each way, or restores+spills, and their MiB")
     parser.add_argument("--rounds", type=int, default=2, help="of daemons that are started, with a tier and without")
+    parser.add_argument("--new-memory", type=int, default=0, metavar="GIB", help="written before them")
     parser.add_argument("--device", default="cuda:0", help="of those daemons")
     parser.add_argument("--decode-steps", action="store_true", help="only steps, until stdin ends")
     args = parser.parse_args()
     if args.decode_steps:
         decode_steps()
         return
+    kept = new_memory(args.new_memory * GIB) if args.new_memory else None
     for gib in (args.gib, 0) * args.rounds if "daemon" in args.only else ():
         asyncio.run(daemon(gib, args.device))
+    del kept
     if set(args.only) == {"daemon"}:
         return
     print(f"{torch.cuda.get_device_name()}; the driver allocates pinned memory at {allocated():.1f} GiB/s", flush=True)

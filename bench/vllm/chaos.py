@@ -36,6 +36,7 @@ from kvferry.proto import cache_pb2
 REQUEST_SECONDS = 180.0
 REST_SECONDS = 120.0
 LEAVE_SECONDS = float(os.environ.get("VLLM_LEAVE_SECONDS", "4"))
+LISTENERS = 4  # for each client of the storm
 STOP_SECONDS = (0.5, 8.0)  # at least, at most: a session is lost after 3, a request after its deadline
 
 
@@ -111,13 +112,14 @@ def opinions(
     cluster: Cluster, asked: list[Messages], clients: int, max_tokens: int, seconds: float
 ) -> list[list[Reply]]:
     """Of each prompt what a pair with NixlConnector, which is up, answers behind a front end. Then each other answer
-    that clients who ask it at random hear, and those who ask its decode engine alone, for so many seconds each: what
-    the engine finds in its cache, which is small, is another part of the prompt each time."""
+    that clients who ask it at random hear, and those who ask its decode engine alone, for so many seconds each. What
+    the engine finds in its cache, which is small, is another part of the prompt each time, and with more of them at a
+    time than in the storm prompts are cut at more places: a kill has what is lacking computed from anywhere on."""
     cluster.start_nixl_front()
     first = asyncio.run(references(cluster.front, asked, max_tokens))
     heard = [{tuple(said(reply, max_tokens)): reply} for reply in first]
     for url in (cluster.front, cluster.engines["decode"].url):
-        asyncio.run(listen(heard, url, asked, clients, max_tokens, seconds))
+        asyncio.run(listen(heard, url, asked, LISTENERS * clients, max_tokens, seconds))
     return [list(each.values()) for each in heard]
 
 

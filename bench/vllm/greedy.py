@@ -3,7 +3,8 @@
 python bench/vllm/greedy.py [--ranks 2:1] [--alone-ranks 2] [--output bench/results/vllm-greedy.txt]
 
 A difference is allowed only where the reference's two best logits are within VLLM_TIE; it is printed and counted. What
-the one vLLM, asked again, says as well is counted apart.
+the one vLLM, asked again, says as well is counted apart. --nixl: before each case the same chats go through a pair with
+vLLM's NixlConnector.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ def refer(url: str, load: Load) -> Reference:
     return Reference(replies, asyncio.run(run_chats(url, load, texts(replies))))
 
 
+def without(reference: Reference, said: list[list[str]], load: Load, spec: Spec, case: str) -> list[str]:
+    """What a pair with NixlConnector answers in the same case."""
+    with Cluster(spec) as cluster:
+        cluster.nixl()
+        cluster.start_nixl_front()
+        comparison = compared(reference.replies, asyncio.run(run_chats(cluster.front, load, said)), reference.again)
+        return [f"{case}, NixlConnector: {comparison}{accepted(cluster, 'decode')}", *comparison.told]
+
+
 def accepted(cluster: Cluster, engine: str) -> str:
     """How many of a draft model's tokens the engine has taken; empty where it has no draft model."""
     taken, proposed = (
@@ -75,6 +85,7 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", choices=("large", "small"), default=("large", "small"), help="decode caches"
     )
+    parser.add_argument("--nixl", action="store_true", help="ask a pair with NixlConnector as well")
     parser.add_argument("--reference", metavar="FILE", help="take the single server's replies from there, or keep them")
     parser.add_argument("--output", metavar="FILE")
     args = parser.parse_args()
@@ -97,6 +108,9 @@ def main() -> int:
         blocks = args.small_blocks if case == "small" else 0
         spec = Spec(decode_blocks=blocks, page_size=args.page_size, pool=args.pool, ranks=ranks, dp=args.dp)
         spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes)
+        if args.nixl:
+            lines += (told := without(reference, said, load, spec, case))
+            print(*told, sep="\n", flush=True)
         with Cluster(replace(spec, extra={"deadline_seconds": 120.0})) as cluster:
             cluster.kvferry()
             got = asyncio.run(run_chats(cluster.front, load, said))

@@ -1,5 +1,6 @@
 #include "cuda/device.h"
 
+#include <atomic>
 #include <iterator>
 #include <thread>
 
@@ -8,9 +9,22 @@
 
 namespace kvferry {
 
+namespace {
+
+std::atomic<bool> stacks_are_spared{false};
+
+}  // namespace
+
+void GpuDevice::spare_stacks() { stacks_are_spared = true; }
+
 GpuDevice::GpuDevice(std::shared_ptr<const GpuDriver> driver, int ordinal) : driver_(std::move(driver)) {
   check(driver_->device_get(&device_, ordinal), "device");
   check(driver_->context_retain(&context_, device_), "context");
+  if (stacks_are_spared && driver_->context_limit != nullptr) {
+    constexpr int kStackSize = 0;  // CU_LIMIT_STACK_SIZE
+    const Use use(*this);
+    driver_->context_limit(kStackSize, 0);  // one that is refused, as MPS may do, changes nothing
+  }
 }
 
 GpuDevice::~GpuDevice() { driver_->context_release(device_); }

@@ -24,6 +24,10 @@ class GpuDevice {
   GpuDevice(const GpuDevice&) = delete;
   GpuDevice& operator=(const GpuDevice&) = delete;
 
+  // Contexts that this process makes from now on have no memory for kernels' stacks, which is a KiB for each thread that fits
+  // on the device: half of a context. A kernel that needs one gets it when it is launched; ours need none.
+  static void spare_stacks();
+
   class Use {
    public:
     explicit Use(const GpuDevice& device);

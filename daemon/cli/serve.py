@@ -39,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(config: DaemonConfig) -> None:
     # gRPC's core and NIXL are imported only here, so that a wrong flag is answered at once.
+    from kvferry._core import gpu_spare_stacks
     from kvferry.daemon.server import Daemon
+
+    gpu_spare_stacks()
 
     daemon = Daemon(config, leave=os._exit)
     try:

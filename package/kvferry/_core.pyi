@@ -596,6 +596,12 @@ def gpu_device_count(library: str = "libcuda.so.1", api: Literal["cuda", "hip"] 
 def gpu_device_uuid(ordinal: int, library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> bytes:
     """16 bytes, the same in every process, whatever devices it sees."""
 
+def gpu_spare_stacks() -> None:
+    """
+    This process's contexts have no memory for kernels' stacks: 264 MiB less on an H200. Before the first of them, in a
+    process where nobody else launches kernels: those that recurse find no stack.
+    """
+
 def gpu_device_ordinal(uuid: bytes, library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> int:
     """
     Number of the device in this process. ValueError: this process does not see it.

@@ -350,6 +350,9 @@ def serve(orders: socket.socket, memory_fd: int | None) -> NoReturn:
         raise MessageError("devices", setup.devices, "given where no memory file is, and only there")
     memory: mmap.mmap | OwnSlots
     if memory_fd is None:
+        from kvferry._core import gpu_spare_stacks  # couriers of slots in host memory go without it
+
+        gpu_spare_stacks()
         memory = OwnSlots(setup)
     else:
         memory = mmap.mmap(memory_fd, (setup.receive_slots + setup.send_slots) * setup.slot_bytes)

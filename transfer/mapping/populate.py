@@ -9,6 +9,8 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
+from collections import deque
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +20,7 @@ POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
 MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
 THREADS = 16  # one clears some 3 GiB/s
 PIECE_BYTES = 4 << 20  # a call holds up whoever changes this process's mappings
+START_SECONDS = 30.0  # until all threads are there
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -41,10 +44,25 @@ def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPUL
     page = mmap.PAGESIZE
     begin, end = address // page * page, -(-(address + nbytes) // page) * page  # neighbours' bytes stay what they are
 
-    def settle() -> None:
+    pieces = range(begin, end, PIECE_BYTES)
+    if not pieces:
+        return
+    workers, left = min(THREADS, os.cpu_count() or 1, len(pieces)), iter(pieces)
+    # A thread that starts has its stack mapped, which waits for the calls that run, and the next calls for that: with
+    # some of the threads not there yet all of them took twice as long.
+    started = threading.Barrier(workers, timeout=START_SECONDS)
+
+    def share() -> None:
         if cpus:
             with contextlib.suppress(OSError):  # they may have been taken from this process
                 os.sched_setaffinity(0, cpus)
+        started.wait()
+        try:
+            for start in left:
+                piece(start)
+        except OSError:
+            deque(left, 0)  # nothing more for the others either
+            raise
 
     def piece(start: int) -> None:
         length = min(PIECE_BYTES, end - start)
@@ -56,9 +74,14 @@ def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPUL
                 return
             raise OSError(error, f"{length} bytes of memory cannot be had: {os.strerror(error)}")
 
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "kvferry-populate", settle) as threads:
-        for _ in threads.map(piece, range(begin, end, PIECE_BYTES)):
-            pass
+    with ThreadPoolExecutor(workers, "kvferry-populate") as threads:
+        try:
+            shares = [threads.submit(share) for _ in range(workers)]
+        except BaseException:
+            started.abort()
+            raise
+        for each in shares:
+            each.result()
 
 
 def cpus_near(node: int) -> frozenset[int]:

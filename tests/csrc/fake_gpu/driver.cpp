@@ -150,6 +150,10 @@ GpuStatus hipDevicePrimaryCtxRetain(GpuContext* context, int) { return *context 
 GpuStatus hipDevicePrimaryCtxRelease(int) { return waiting_answer("context_release"); }
 GpuStatus hipCtxPushCurrent(GpuContext) { return ++contexts, answer("context_push"); }
 GpuStatus hipCtxPopCurrent(GpuContext*) { return --contexts, answer("context_pop"); }
+// No stacks at all, in a context.
+GpuStatus cuCtxSetLimit(int limit, size_t value) {
+  return limit == 0 && value == 0 && contexts == 1 ? answer("context_limit") : kGpuInvalidValue;
+}
 GpuStatus hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return *least = 0, *greatest = -5, answer("stream_priorities");
 }
@@ -377,6 +381,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuDevicePrimaryCtxRelease", (void*)hipDevicePrimaryCtxRelease},
       {"cuCtxPushCurrent", (void*)hipCtxPushCurrent},
       {"cuCtxPopCurrent", (void*)hipCtxPopCurrent},
+      {"cuCtxSetLimit", (void*)cuCtxSetLimit},
       {"cuCtxGetStreamPriorityRange", (void*)hipDeviceGetStreamPriorityRange},
       {"cuStreamCreateWithPriority", (void*)hipStreamCreateWithPriority},
       {"cuStreamDestroy", (void*)hipStreamDestroy},

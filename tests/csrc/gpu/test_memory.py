@@ -134,6 +134,26 @@ def test_devices(fake: ctypes.CDLL, library: str) -> None:
         _core.gpu_device_count("libkvferry-has-no-such-driver.so")
 
 
+# Makes engines, then says how often a context was given its limit, and whether the engine came to be that cannot be.
+SPARING = """
+import ctypes, sys
+from kvferry._core import GpuCopyEngine, gpu_spare_stacks
+fake = ctypes.CDLL(sys.argv[1])
+before = GpuCopyEngine(0, sys.argv[1])
+gpu_spare_stacks()
+engines = [GpuCopyEngine(1, sys.argv[1]), GpuCopyEngine(1, sys.argv[1], "hip")]
+fake.fake_answer(b"context_limit", 801)
+GpuCopyEngine(2, sys.argv[1])
+print(fake.fake_calls(b"context_limit"), fake.fake_contexts())
+"""
+
+
+def test_contexts_of_a_process_that_spares_stacks(library: str) -> None:
+    """It is for the whole process, hence one of its own. Another vendor has no such limit, a refusal harms nobody."""
+    done = subprocess.run([sys.executable, "-c", SPARING, library], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("2 0\n", "")
+
+
 def test_small_reads(fake: ctypes.CDLL, library: str) -> None:
     engine = GpuCopyEngine(0, library)
     memory = engine.allocate(8192)
@@ -380,3 +400,30 @@ def test_what_can_be_pinned_on_a_gpu(gpu_engine: Callable[..., GpuCopyEngine]) -
                 print("a file's mapping can be pinned here")
             except GpuError as refused:
                 print(f"a file's mapping: {refused}")
+
+
+# Says that it has a context, and keeps it until its input ends.
+HOLDER = """
+import sys
+from kvferry._core import GpuCopyEngine, gpu_spare_stacks
+if sys.argv[1] == "spared":
+    gpu_spare_stacks()
+engine = GpuCopyEngine(0)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu
+def test_a_context_without_stacks_takes_less(gpu_engine: Callable[..., GpuCopyEngine]) -> None:
+    """Half of it, on a device as large as an H100."""
+    engine = gpu_engine()
+    taken = {}
+    for how in ("as it is", "spared"):
+        before = engine.device_memory_info()[0]
+        words = [sys.executable, "-c", HOLDER, how]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "there\n"
+            taken[how] = before - engine.device_memory_info()[0]
+            process.communicate(timeout=60)
+    assert 0 < taken["spared"] < 0.75 * taken["as it is"], taken

@@ -120,6 +120,32 @@ def test_memory_that_cannot_be_had_is_an_error(small_pages: mmap.mmap, monkeypat
         assert caught.value.errno == error
 
 
+def test_behind_an_error_nothing_more_is_made(small_pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populating, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(populating, "THREADS", 1)
+    libc = Failing(0, errno.ENOMEM, errno.EFAULT)
+    monkeypatch.setattr(populating, "_libc", libc)
+    with pytest.raises(OSError) as caught:
+        populate(memoryview(small_pages))
+    assert caught.value.errno == errno.ENOMEM and libc.answers == [errno.EFAULT]
+
+
+def test_no_call_runs_while_a_thread_starts(small_pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the call, and others for it."""
+    monkeypatch.setattr(populating, "PIECE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    there: list[int] = []
+
+    class Libc:
+        def madvise(self, *_: int) -> int:
+            there.append(sum(thread.name.startswith("kvferry-populate") for thread in threading.enumerate()))
+            return 0
+
+    monkeypatch.setattr(populating, "_libc", Libc())
+    populate(memoryview(small_pages))
+    assert there[0] == 8 and len(there) == PAGES // 4
+
+
 def test_one_that_is_interrupted_goes_on(small_pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     libc = Failing(errno.EINTR, errno.EINTR)
     monkeypatch.setattr(populating, "_libc", libc)
