@@ -11,8 +11,9 @@ from kvferry.transfer.geometry.pool_shape import page_bytes_of
 
 PROCESS_BYTES = 100 << 20  # a daemon, without what it keeps
 COURIER_BYTES = 60 << 20  # a session's process
-CONTEXT_BYTES = 1 << 29  # of a GPU: a process's CUDA context
-TIER_BUFFERS_BYTES = (128 + 2 * 192) << 20  # of a GPU, with a host tier: what spills and restores are gathered in
+CONTEXT_BYTES = 288 << 20  # of a GPU: a process's CUDA context, on an H200 260 to 270 MiB
+TIER_BUFFERS_BYTES = (128 + 160) << 20  # of a GPU, with a host tier: what spills and restores are gathered in
+TIER_TABLES = 512  # a GPU's own tables of a tier that is pinned take one of so many of its bytes
 FILES, FILES_A_PEER, FILES_A_WORKER = 128, 16, 4
 LEAST_PEERS = 64  # the defaults of --max-peers and --max-workers
 PORTS_A_PEER = 2  # the kernel keeps those of an ended session for a minute
@@ -126,7 +127,7 @@ def _need(
     slot_memory = rank_slots * servers.ranks
     gpu_bytes = 0
     if servers.on_gpus:
-        buffers = TIER_BUFFERS_BYTES if host_bytes else 0
+        buffers = TIER_BUFFERS_BYTES + host_bytes // TIER_TABLES if host_bytes else 0
         gpu_bytes = pool_bytes // servers.ranks + (1 + sessions) * CONTEXT_BYTES + rank_slots + buffers
     shm = 0 if servers.on_gpus else pool_bytes
     memory = shm + host_bytes + PROCESS_BYTES + sessions * COURIER_BYTES + (0 if servers.on_gpus else slot_memory)

@@ -18,7 +18,7 @@ from kvferry.transfer.host_tier.copy_plan import GpuCopies
 
 # Staging buffers of restores, 16 MiB each (CopyTuning.deep_buffers). Beside a decode engine each is filled once in a
 # turn of the GPU, 2.7 ms: on an H100 8 gave 0.87 to 0.90 of the link, 12 gave 0.92 to 0.96. 10 hold more than the link
-# moves in that time, and leave daemon and courier, with 1 GiB of slots, within 2.2 GiB until a spill is staged, too.
+# moves in that time. With them, those of spills and 1 GiB of slots daemon and courier take 1.8 GiB of the GPU.
 RESTORE_BUFFERS = 10
 COPY_SECONDS = 60.0  # for a spill or a restore: a device that takes longer is lost
 

@@ -188,7 +188,8 @@ def test_memory_of_a_pod_and_of_a_gpu() -> None:
     assert on_cpus.gpu_bytes == 0
     on_gpus = decode_need(geometry, CHATS, servers(ranks=3, prefills=2))
     assert on_gpus.shm_bytes == 0
-    assert on_gpus.gpu_bytes == on_gpus.pool_bytes // 3 + 3 * (512 << 20) + 2 * (1 << 30) + (512 << 20)
+    buffers = (288 << 20) + on_gpus.host_bytes // 512
+    assert on_gpus.gpu_bytes == on_gpus.pool_bytes // 3 + 3 * (288 << 20) + 2 * (1 << 30) + buffers
     many = decode_need(geometry, CHATS, servers(prefills=100))
     assert many.last_port == 21199
     assert many.files == 128 + 16 * 100 + 4 * 64
