@@ -115,6 +115,11 @@ def with_patience(draw: Draw, clock: Clock) -> Faults:
     )
 
 
+def with_drains(draw: Draw, clock: Clock) -> Faults:
+    """Operators drain daemons all the time."""
+    return replace(draw(clock), drains=30)
+
+
 def draw_all(clock: Clock) -> Faults:
     """A seed's with every kind of event, and whatever else a network, a disk, a client or an operator does."""
     drawn = draw_faults(clock)

@@ -45,7 +45,7 @@ from kvferry.transfer.host_tier.index import RowIndex
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
-from tests.simulation.faults import Draw, Faults, draw_faults, with_patience, with_stows
+from tests.simulation.faults import Draw, Faults, draw_faults, with_drains, with_patience, with_stows
 from tests.simulation.simulator import simulate
 from tests.simulation.storage.test_disk import believe_the_file, clear_nothing
 
@@ -337,6 +337,7 @@ BACK = Faults(restarts=4, tier_fails=0.1, way_back=True)
 STOWS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, stows=1.0)
 WAITS = Faults(aborts=0.1, blocks=True, way_back=True, patience=True)
 ALL_STOWS, ALL_WAITS = partial(with_stows, draw_faults), partial(with_patience, draw_faults)
+ALL_DRAINS = partial(with_drains, draw_faults)
 CRASHES = Faults(aborts=0.1, decode_crashes=12, prefill_crashes=12)
 GUARDS = {
     "generation": Guard(CreditTable, "generation_matches", any_generation, Faults(repeats=0.2)),
@@ -367,7 +368,7 @@ GUARDS = {
     "pins of what is lost": Guard(Pins, "shorten", keep_lost_pages, Faults(pins=40, tier_fails=0.3), 4),
     "tokens that are wanted": Guard(KvEventLog, "wanted_from", want_none, Faults(events=True)),
     "tokens of a page": Guard(TokenChain, "fitting", any_tokens, Faults(events=True, lies=0.1)),
-    "who comes back to a drain": Guard(DecodeCore, "comes_back", nobody_comes_back, Faults(drains=30), 4),
+    "who comes back to a drain": Guard(DecodeCore, "comes_back", nobody_comes_back, Faults(drains=30), 4, ALL_DRAINS),
     "blocks of copies that run": Guard(LeaseKeeper, "settle", settle_beside_copies, BLOCKS),
     "blocks of others": Guard(BlockTier, "claim", any_block, BLOCKS),
     "blocks that are gathered from": Guard(EntryKeeper, "copies_run", gathers_without_a_look, BLOCKS),
