@@ -112,7 +112,7 @@ def test_engines_of_both_sides_come_and_go(stack: Stack) -> None:
 def test_requests_of_an_engine_that_is_killed_fail_and_may_be_tried_again(stack: Stack) -> None:
     case = Case(1, 1, ("layer", "layer"))
     system = on_engines(spec_of(case), 200, case)
-    slow = dataclasses.replace(system, worker_flags=[*system.worker_flags, "--synthetic-prefill-us", "3000"])
+    slow = dataclasses.replace(system, worker_flags=[*system.worker_flags, "--synthetic-prefill-us", "10000"])
     prefills, decodes = start_replicas(stack, slow)
     rng = random.Random(6)
     results: list[Turn] = []
