@@ -25,6 +25,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import re
 import resource
 import select
 import subprocess
@@ -34,7 +35,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import grpc
@@ -173,24 +174,35 @@ def taken() -> float:
     return (whole - free) / MIB
 
 
+class Buffers(NamedTuple):
+    restores: int
+    spills: int
+    mib: int
+
+
+def buffers_of(words: str) -> Buffers:
+    """As many each way ("8x16"), or more for restores than for spills ("10+5x16"), of so many MiB. ValueError."""
+    found = re.fullmatch(r"(\d+)(?:\+(\d+))?x(\d+)", words)
+    if found is None or not all(2 <= int(number) <= 64 for number in found.groups("2")):
+        raise ValueError(f"{words!r} must be as 8x16 or 10+5x16, each number 2 to 64")
+    return Buffers(int(found[1]), int(found[2] or found[1]), int(found[3]))
+
+
 @contextlib.contextmanager
-def staging(words: str) -> Iterator[None]:
-    """Copies are staged in so many buffers of so many MiB: as many each way ("8x16"), or restores in more of them than
-    spills ("10+5x16"), or ("") as a daemon's are."""
-    if not words:
+def staging(buffers: Buffers | None) -> Iterator[None]:
+    """Copies are staged in these, or as a daemon's are."""
+    if buffers is None:
         yield
         return
-    numbers, size = words.split("x")
-    restoring, _, spilling = numbers.partition("+")
 
     def made(ordinal: int) -> tuple[GpuCopies, GpuCopies]:
         restores, spills = (
-            GpuCopyEngine(ordinal, deep_buffers=int(buffers), buffer_bytes=int(size) * MIB)
-            for buffers in (restoring, spilling or restoring)
+            GpuCopyEngine(ordinal, deep_buffers=number, buffer_bytes=buffers.mib * MIB)
+            for number in (buffers.restores, buffers.spills)
         )
         return GpuCopies(spills, restores=restores), GpuCopies(restores)
 
-    print(f"staged in {restoring} buffers of restores, {spilling or restoring} of spills, of {size} MiB:", flush=True)
+    print("staged in {} buffers of restores, {} of spills, of {} MiB:".format(*buffers), flush=True)
     with mock.patch.object(gpu_ranks, "copiers", made):
         yield
 
@@ -270,14 +282,19 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
 
 
 def new_memory(nbytes: int) -> mmap.mmap:
-    """Written for the first time by so many threads as a tier's, without a library of ours."""
+    """Written by as many threads as make a tier; new where nobody has had it since the machine began."""
     memory = populate.reserve(nbytes)
     began = time.perf_counter()
     with ThreadPoolExecutor(populate.THREADS) as threads:
-        for piece in np.array_split(np.frombuffer(memory, np.uint8), 16 * populate.THREADS):
-            threads.submit(piece.fill, 1)
+        for _ in threads.map(
+            lambda piece: piece.fill(1), np.array_split(np.frombuffer(memory, np.uint8), 16 * populate.THREADS)
+        ):
+            pass
     seconds = time.perf_counter() - began
-    print(f"the machine gives {nbytes / GIB:.0f} GiB of new memory at {nbytes / GIB / seconds:.1f} GiB/s", flush=True)
+    print(
+        f"{nbytes / GIB:.0f} GiB of memory are written for the first time at {nbytes / GIB / seconds:.1f} GiB/s",
+        flush=True,
+    )
     return memory
 
 
@@ -383,7 +400,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--strategies", nargs="+", choices=(AUTO, *STRATEGIES), default=[AUTO, *STRATEGIES])
-    parser.add_argument("--buffers", nargs="+", default=[""], help="of each way, or restores+spills, and their MiB")
+    parser.add_argument(
+        "--buffers", nargs="+", type=buffers_of, default=[None], help="each way, or restores+spills, x their MiB"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="of daemons that are started, with a tier and without")
     parser.add_argument("--new-memory", type=int, default=0, metavar="GIB", help="written before them")
     parser.add_argument("--device", default="cuda:0", help="of those daemons")
@@ -408,8 +427,8 @@ def main() -> None:
     if "copies" in args.only:
         asyncio.run(rates(args.seconds, peaks))
     if "beside" in args.only:
-        for words in args.buffers:
-            with staging(words):
+        for buffers in args.buffers:
+            with staging(buffers):
                 asyncio.run(beside_steps(args.seconds, peaks, args.strategies))
 
 

@@ -18,8 +18,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 from chat import Load, Reply, Token, compared, run_chats, texts
-from cluster import Cluster, Spec, machine, ranks_of
+from cluster import Cluster, ClusterError, Spec, machine, ranks_of
 
 from kvferry.transfer.protocol.slots import HEADER_BYTES
 
@@ -52,12 +53,17 @@ def refer(url: str, load: Load) -> Reference:
 
 
 def without(reference: Reference, said: list[list[str]], load: Load, spec: Spec, case: str) -> list[str]:
-    """What a pair with NixlConnector answers in the same case."""
-    with Cluster(spec) as cluster:
-        cluster.nixl()
-        cluster.start_nixl_front()
-        comparison = compared(reference.replies, asyncio.run(run_chats(cluster.front, load, said)), reference.again)
-        return [f"{case}, NixlConnector: {comparison}{accepted(cluster, 'decode')}", *comparison.told]
+    """What a pair with NixlConnector answers in the same case, or why it does not."""
+    try:
+        with Cluster(spec) as cluster:
+            cluster.nixl()
+            cluster.start_nixl_front()
+            got = asyncio.run(run_chats(cluster.front, load, said))
+            drafted = accepted(cluster, "decode")
+    except (ClusterError, RuntimeError, httpx.HTTPError) as error:
+        return [f"{case}, NixlConnector: {type(error).__name__} {error}"]
+    comparison = compared(reference.replies, got, reference.again)
+    return [f"{case}, NixlConnector: {comparison}{drafted}", *comparison.told]
 
 
 def accepted(cluster: Cluster, engine: str) -> str:

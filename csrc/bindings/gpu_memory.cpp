@@ -138,7 +138,7 @@ void bind_devices(nb::module_& m) {
         "16 bytes, the same in every process, whatever devices it sees.");
   m.def("gpu_spare_stacks", &GpuDevice::spare_stacks, R"(
       This process's contexts have no memory for kernels' stacks: 264 MiB less on an H200. Before the first of them, in a
-      process where nobody else launches kernels: those that recurse find no stack.)");
+      process of kvferry's own: another's kernel that recurses would find no stack.)");
   m.def("gpu_device_ordinal", &find_ordinal, "uuid"_a, "library"_a = "libcuda.so.1", "api"_a = "cuda",
         "Number of the device in this process. ValueError: this process does not see it.");
 }

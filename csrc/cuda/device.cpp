@@ -13,17 +13,27 @@ namespace {
 
 std::atomic<bool> stacks_are_spared{false};
 
+// Whether anybody in this process has a context of the device already, whose limits are theirs; so too where none can be set.
+bool is_there(const GpuDriver& driver, int device) {
+  unsigned flags = 0;
+  int active = 0;
+  if (driver.context_state == nullptr || driver.context_limit == nullptr) return true;
+  return driver.context_state(device, &flags, &active) != kGpuSuccess || active != 0;
+}
+
 }  // namespace
 
 void GpuDevice::spare_stacks() { stacks_are_spared = true; }
 
 GpuDevice::GpuDevice(std::shared_ptr<const GpuDriver> driver, int ordinal) : driver_(std::move(driver)) {
   check(driver_->device_get(&device_, ordinal), "device");
+  const bool is_made = stacks_are_spared && !is_there(*driver_, device_);
   check(driver_->context_retain(&context_, device_), "context");
-  if (stacks_are_spared && driver_->context_limit != nullptr) {
+  if (is_made && driver_->context_push(context_) == kGpuSuccess) {
     constexpr int kStackSize = 0;  // CU_LIMIT_STACK_SIZE
-    const Use use(*this);
-    driver_->context_limit(kStackSize, 0);  // one that is refused, as MPS may do, changes nothing
+    driver_->context_limit(kStackSize, 0);  // one that is refused is as it was
+    GpuContext popped = nullptr;
+    driver_->context_pop(&popped);
   }
 }
 

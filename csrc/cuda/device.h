@@ -25,7 +25,8 @@ class GpuDevice {
   GpuDevice& operator=(const GpuDevice&) = delete;
 
   // Contexts that this process makes from now on have no memory for kernels' stacks, which is a KiB for each thread that fits
-  // on the device: half of a context. A kernel that needs one gets it when it is launched; ours need none.
+  // on the device: half of a context. Ours need none; for another's the driver makes room when it is launched, if it knows
+  // how much: a kernel that recurses has less than it would have had.
   static void spare_stacks();
 
   class Use {

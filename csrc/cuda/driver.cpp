@@ -30,6 +30,7 @@ const Name kNames[] = {
     {ENTRY(context_release), "cuDevicePrimaryCtxRelease", 11000, "hipDevicePrimaryCtxRelease", true},
     {ENTRY(context_push), "cuCtxPushCurrent", 4000, "hipCtxPushCurrent", true},
     {ENTRY(context_pop), "cuCtxPopCurrent", 4000, "hipCtxPopCurrent", true},
+    {ENTRY(context_state), "cuDevicePrimaryCtxGetState", 7000, nullptr, false},
     {ENTRY(context_limit), "cuCtxSetLimit", 3010, nullptr, false},
     {ENTRY(stream_priorities), "cuCtxGetStreamPriorityRange", 5050, "hipDeviceGetStreamPriorityRange", true},
     {ENTRY(stream_create), "cuStreamCreateWithPriority", 5050, "hipStreamCreateWithPriority", true},

@@ -101,7 +101,8 @@ struct GpuDriver {
   GpuStatus (*context_release)(int device);
   GpuStatus (*context_push)(GpuContext);
   GpuStatus (*context_pop)(GpuContext*);
-  GpuStatus (*context_limit)(int limit, size_t value);  // of the current one; CUDA's alone
+  GpuStatus (*context_state)(int device, unsigned* flags, int* active);  // these two are CUDA's alone
+  GpuStatus (*context_limit)(int limit, size_t value);                   // of the current one
   GpuStatus (*stream_priorities)(int* least, int* greatest);
   GpuStatus (*stream_create)(GpuStream*, unsigned flags, int priority);
   GpuStatus (*stream_destroy)(GpuStream);

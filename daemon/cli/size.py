@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add_argument(
         "--pool", choices=("daemon", "engine"), default="daemon", help="as of kvferry serve; engine: vLLM's blocks"
     )
+    servers.add_argument(
+        "--way-back", choices=("off", "auto", "always"), default="off", help="as of kvferry serve, on both sides"
+    )
     _add_size(servers, "--pool-room", "that a decode server's pool may have, over its GPUs (default: for what runs)")
     servers.add_argument("--page-size", type=flags.whole, default=64, metavar="TOKENS", help="default %(default)s")
     servers.add_argument("--kv-dtype", default="", metavar="DTYPE", help="bfloat16, fp8, ... (default: the model's)")
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"kvferry size: {error}", file=sys.stderr)
         return 2
-    words = {need.role: _serve_words(need, geometry, servers) for need in needs}
+    words = {need.role: _serve_words(need, geometry, servers, args.way_back) for need in needs}
     if args.format == "json":
         print(json.dumps(_as_json(model, geometry, chats, needs, words)))
     else:
@@ -118,10 +121,11 @@ def _servers(args: argparse.Namespace) -> Servers:
         pool_room=args.pool_room,
         slots=slots,
         slot_bytes=slot_bytes,
+        ways=1 if args.way_back == "off" else 2,
     )
 
 
-def _serve_words(need: Need, geometry: KVGeometry, servers: Servers) -> list[str]:
+def _serve_words(need: Need, geometry: KVGeometry, servers: Servers, way_back: str) -> list[str]:
     """The flags of `kvferry serve`; sizes in whole MiB, rounded up."""
     words = ["--role", need.role, "--page-size", str(geometry.page_size)]
     if servers.on_gpus:
@@ -131,6 +135,8 @@ def _serve_words(need: Need, geometry: KVGeometry, servers: Servers) -> list[str
         words += ["--host-bytes", _mib(need.host_bytes)]
     words += ["--slots", str(servers.slots), "--slot-bytes", str(servers.slot_bytes)]
     words += ["--ucx-ports", f"{FIRST_PORT}-{need.last_port}"]
+    if way_back != "off":
+        words += ["--way-back", way_back]
     return words if need.sessions <= DEFAULT_PEERS else [*words, "--max-peers", str(need.sessions)]
 
 
@@ -189,7 +195,10 @@ def _rows(needs: tuple[Need, ...], servers: Servers) -> list[tuple[str, list[str
         ("the engine's own blocks, at least", sized([need.blocks_bytes for need in needs])),
         ("host tier (--host-bytes)", sized([need.host_bytes for need in needs])),
         ("sessions", [str(need.sessions) for need in needs]),
-        (f"their slots, {servers.slots} x {size(servers.slot_bytes)} a rank", sized([n.slot_memory for n in needs])),
+        (
+            f"their slots, {servers.ways * servers.slots} x {size(servers.slot_bytes)} a rank",
+            sized([need.slot_memory for need in needs]),
+        ),
         ("memory of each GPU, for the daemon", sized([need.gpu_bytes for need in needs])),
         ("/dev/shm", sized([need.shm_bytes for need in needs])),
         ("memory limit, /dev/shm included", sized([need.memory_bytes for need in needs])),

@@ -47,7 +47,7 @@ class ChatLoad:
 class Servers:
     """The engines and daemons: `ranks` GPUs each, or shared memory where `on_gpus` is not so. In `blocks` the pool is
     the engine's own. `pool_room`: that a decode daemon's pool may have at most; 0: what it needs. `prompts`: under way
-    at a prefill server."""
+    at a prefill server. `ways`: in which pages travel, 2 with the way back, each with slots of its own."""
 
     ranks: int
     on_gpus: bool
@@ -58,6 +58,7 @@ class Servers:
     pool_room: int
     slots: int
     slot_bytes: int
+    ways: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def _need(
 ) -> Need:
     sessions = servers.prefills if role == "decode" else servers.decodes
     page_bytes = page_bytes_of(geometry, servers.ranks)
-    rank_slots = sessions * servers.slots * servers.slot_bytes
+    rank_slots = sessions * servers.ways * servers.slots * servers.slot_bytes
     slot_memory = rank_slots * servers.ranks
     gpu_bytes = 0
     if servers.on_gpus:

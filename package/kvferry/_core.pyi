@@ -599,7 +599,7 @@ def gpu_device_uuid(ordinal: int, library: str = "libcuda.so.1", api: Literal["c
 def gpu_spare_stacks() -> None:
     """
     This process's contexts have no memory for kernels' stacks: 264 MiB less on an H200. Before the first of them, in a
-    process where nobody else launches kernels: those that recurse find no stack.
+    process of kvferry's own: another's kernel that recurses would find no stack.
     """
 
 def gpu_device_ordinal(uuid: bytes, library: str = "libcuda.so.1", api: Literal["cuda", "hip"] = "cuda") -> int:

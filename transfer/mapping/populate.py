@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -20,7 +20,7 @@ POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
 MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
 THREADS = 16  # one clears some 3 GiB/s
 PIECE_BYTES = 4 << 20  # a call holds up whoever changes this process's mappings
-START_SECONDS = 30.0  # until all threads are there
+START_SECONDS = 5.0  # until all threads are there, or those that are begin
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -47,7 +47,7 @@ def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPUL
     pieces = range(begin, end, PIECE_BYTES)
     if not pieces:
         return
-    workers, left = min(THREADS, os.cpu_count() or 1, len(pieces)), iter(pieces)
+    workers, left = min(THREADS, len(os.sched_getaffinity(0)), len(pieces)), iter(pieces)
     # A thread that starts has its stack mapped, which waits for the calls that run, and the next calls for that: with
     # some of the threads not there yet all of them took twice as long.
     started = threading.Barrier(workers, timeout=START_SECONDS)
@@ -56,11 +56,12 @@ def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPUL
         if cpus:
             with contextlib.suppress(OSError):  # they may have been taken from this process
                 os.sched_setaffinity(0, cpus)
-        started.wait()
+        with contextlib.suppress(threading.BrokenBarrierError):  # not all came in time: it goes on as it is
+            started.wait()
         try:
             for start in left:
                 piece(start)
-        except OSError:
+        except BaseException:
             deque(left, 0)  # nothing more for the others either
             raise
 
@@ -75,11 +76,14 @@ def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPUL
             raise OSError(error, f"{length} bytes of memory cannot be had: {os.strerror(error)}")
 
     with ThreadPoolExecutor(workers, "kvferry-populate") as threads:
+        shares: list[Future[None]] = []
         try:
-            shares = [threads.submit(share) for _ in range(workers)]
-        except BaseException:
+            while len(shares) < workers:
+                shares.append(threads.submit(share))
+        except RuntimeError:  # no more threads can be had: those that there are do it
             started.abort()
-            raise
+            if not shares:
+                raise
         for each in shares:
             each.result()
 

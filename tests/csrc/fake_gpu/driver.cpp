@@ -26,7 +26,7 @@ std::map<std::string, long> calls;
 std::map<std::string, long> answers;  // of functions that shall not succeed
 size_t largest_batch = 0;
 int last_source_order = 0;
-std::atomic<int> contexts{0};
+std::atomic<int> contexts{0}, retained{0};  // current ones; of all devices, which share one here
 std::map<GpuAddress, size_t> allocations;  // of this "device", and those of another "process" that are mapped
 std::map<GpuAddress, size_t> foreign;      // of another "process"
 std::map<void*, size_t> registered;        // host memory
@@ -146,8 +146,9 @@ GpuStatus fakeDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 133 && answer("mps") != 0;
   return answer("device_attribute");
 }
-GpuStatus hipDevicePrimaryCtxRetain(GpuContext* context, int) { return *context = &calls, answer("context_retain"); }
-GpuStatus hipDevicePrimaryCtxRelease(int) { return waiting_answer("context_release"); }
+GpuStatus hipDevicePrimaryCtxRetain(GpuContext* context, int) { return ++retained, *context = &calls, answer("context_retain"); }
+GpuStatus hipDevicePrimaryCtxRelease(int) { return --retained, waiting_answer("context_release"); }
+GpuStatus cuDevicePrimaryCtxGetState(int, unsigned*, int* active) { return *active = retained > 0, answer("context_state"); }
 GpuStatus hipCtxPushCurrent(GpuContext) { return ++contexts, answer("context_push"); }
 GpuStatus hipCtxPopCurrent(GpuContext*) { return --contexts, answer("context_pop"); }
 // No stacks at all, in a context.
@@ -381,6 +382,7 @@ GpuStatus cuGetProcAddress_v2(const char* symbol, void** address, int version, u
       {"cuDevicePrimaryCtxRelease", (void*)hipDevicePrimaryCtxRelease},
       {"cuCtxPushCurrent", (void*)hipCtxPushCurrent},
       {"cuCtxPopCurrent", (void*)hipCtxPopCurrent},
+      {"cuDevicePrimaryCtxGetState", (void*)cuDevicePrimaryCtxGetState},
       {"cuCtxSetLimit", (void*)cuCtxSetLimit},
       {"cuCtxGetStreamPriorityRange", (void*)hipDeviceGetStreamPriorityRange},
       {"cuStreamCreateWithPriority", (void*)hipStreamCreateWithPriority},

@@ -1,5 +1,6 @@
 """The kernels that are kept compiled."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,6 +26,8 @@ def test_the_oldest_driver_that_they_name_takes_the_kept_kernels(tmp_path: Path)
         pytest.skip("no ptxas to assemble the kernels with")
     kept = (ROOT / "csrc/cuda/generated/kernels_ptx.cpp").read_text()
     (tmp_path / "kernels.ptx").write_text(kept.split('R"ptx(')[1].split(')ptx"')[0])
-    words = ["ptxas", "-arch=sm_90", "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.ptx")]
+    words = ["ptxas", "-v", "-arch=sm_90", "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.ptx")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    stacks = re.findall(r"(\d+) bytes stack frame", done.stderr)
+    assert stacks and set(stacks) == {"0"}, f"daemons have no memory for stacks (csrc/cuda/device.h): {done.stderr}"

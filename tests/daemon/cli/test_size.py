@@ -135,7 +135,7 @@ def test_models_that_are_refused(fields: dict[str, object], message: str) -> Non
 
 def servers(**changed: int) -> Servers:
     found = {"ranks": 1, "on_gpus": 1, "blocks": 0, "prefills": 1, "decodes": 1, "prompts": 8, "pool_room": 0}
-    found |= {"slots": 16, "slot_bytes": 64 << 20} | changed
+    found |= {"slots": 16, "slot_bytes": 64 << 20, "ways": 1} | changed
     whole = {name: value for name, value in found.items() if name not in ("on_gpus", "blocks")}
     return Servers(on_gpus=bool(found["on_gpus"]), blocks=bool(found["blocks"]), **whole)
 
@@ -190,6 +190,8 @@ def test_memory_of_a_pod_and_of_a_gpu() -> None:
     assert on_gpus.shm_bytes == 0
     buffers = (288 << 20) + on_gpus.host_bytes // 512
     assert on_gpus.gpu_bytes == on_gpus.pool_bytes // 3 + 3 * (288 << 20) + 2 * (1 << 30) + buffers
+    back = decode_need(geometry, CHATS, servers(ranks=3, prefills=2, ways=2))
+    assert back.gpu_bytes == on_gpus.gpu_bytes + 2 * (1 << 30), "the way back has slots of its own"
     many = decode_need(geometry, CHATS, servers(prefills=100))
     assert many.last_port == 21199
     assert many.files == 128 + 16 * 100 + 4 * 64

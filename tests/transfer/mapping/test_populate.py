@@ -133,7 +133,7 @@ def test_behind_an_error_nothing_more_is_made(small_pages: mmap.mmap, monkeypatc
 def test_no_call_runs_while_a_thread_starts(small_pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for the call, and others for it."""
     monkeypatch.setattr(populating, "PIECE_BYTES", 4 * PAGE)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     there: list[int] = []
 
     class Libc:
@@ -144,6 +144,27 @@ def test_no_call_runs_while_a_thread_starts(small_pages: mmap.mmap, monkeypatch:
     monkeypatch.setattr(populating, "_libc", Libc())
     populate(memoryview(small_pages))
     assert there[0] == 8 and len(there) == PAGES // 4
+
+
+def test_where_no_more_threads_can_be_had_those_that_there_are_do_it(
+    small_pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(populating, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    start, begun = threading.Thread.start, []
+
+    def few(thread: threading.Thread) -> None:
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few)
+    populate(memoryview(small_pages))
+    monkeypatch.undo()
+    assert len(begun) == 2
+    if can_populate():
+        assert all(there(small_pages))
 
 
 def test_one_that_is_interrupted_goes_on(small_pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
