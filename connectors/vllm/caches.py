@@ -109,7 +109,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 def _likeness(spec: Any) -> tuple[object, ...]:
     dtypes = str(spec.dtype), _dtype_name(spec)
-    told = tuple(getattr(spec, name, None) for name in (*_PACKED, *_COMPRESSED))
+    told = tuple(getattr(spec, name, None) for name in (*_PACKED, *_COMPRESSED, "non_causal"))
     return (type(spec).__name__, spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None), *dtypes, *told)
 
 
@@ -138,6 +138,11 @@ def _check_kind(kind: CacheKind) -> None:
             raise Unfit(
                 f"{name} of the KV cache is {ratio} in layer {first}; the connector serves caches that have each token"
             )
+    if getattr(spec, "non_causal", False):
+        raise Unfit(
+            f"layer {first} is non_causal: a token's keys and values are also of the prompt's later tokens (prefix LM); "
+            "the connector serves causal attention, in which a page is of the tokens before it alone"
+        )
     if not is_latent(spec) and spec.head_size != spec.head_size_v:
         raise Unfit(
             f"keys have {spec.head_size} elements a head, values {spec.head_size_v}; pages hold equal ones only"

@@ -54,6 +54,7 @@ class FullAttentionSpec:
     head_size: int = 64
     head_size_v: int = 64
     dtype: torch.dtype = torch.uint8
+    non_causal: bool = False
 
 
 NAMES = [f"l{i}" for i in range(LAYERS)]
@@ -102,6 +103,7 @@ def with_dtype(cache_dtype: str, **cache: object) -> SimpleNamespace:
         (MLAAttentionSpec(state_content_bytes=656), engine(), "state_content_bytes of the KV cache is 656"),
         (MLAAttentionSpec(cache_dtype_str="fp8_ds_mla", state_content_bytes=584), with_dtype("fp8_ds_mla"), "is 584"),
         (MLAAttentionSpec(), with_dtype("fp8_ds_mla"), "kv_cache_dtype is 'fp8_ds_mla', which packs"),
+        (FullAttentionSpec(non_causal=True), engine(), "layer l0 is non_causal: .*prefix LM"),
         (FullAttentionSpec(), with_dtype("nvfp4"), "kv_cache_dtype is 'nvfp4'"),
         (FullAttentionSpec(), with_dtype("int8_per_token_head"), "kv_cache_dtype is 'int8_per_token_head'"),
         (FullAttentionSpec(), with_dtype("fp8", calculate_kv_scales=True), "without --calculate-kv-scales"),
@@ -207,6 +209,11 @@ def test_one_group_of_one_kind() -> None:
     for specs in ((MLAAttentionSpec(), FullAttentionSpec()), (replace(MLAAttentionSpec()), MLAAttentionSpec())):
         with pytest.raises(Unfit, match=r"the model has 2 KV cache groups .* in blocks of one table"):
             kinds_of(engine(), kv(*specs))
+
+
+def test_one_layer_that_attends_to_later_tokens_is_enough() -> None:
+    with pytest.raises(Unfit, match=r"layer late\.0 is non_causal"):
+        kinds_of(engine(), together(("l", 2, FullAttentionSpec()), ("late", 1, FullAttentionSpec(non_causal=True))))
 
 
 # -- several caches under one block table
