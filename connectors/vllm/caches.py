@@ -140,7 +140,7 @@ def _check_kind(kind: CacheKind) -> None:
             )
     if getattr(spec, "non_causal", False):
         raise Unfit(
-            f"layer {first} is non_causal: a token's keys and values are also of the prompt's later tokens (prefix LM); "
+            f"layer {first} is non_causal: a token's keys and values are also of the prompt's later ones (prefix LM); "
             "the connector serves causal attention, in which a page is of the tokens before it alone"
         )
     if not is_latent(spec) and spec.head_size != spec.head_size_v:
@@ -185,7 +185,17 @@ def draft_of(vllm_config: Any) -> Any:
         raise Unfit(
             f"speculative_config.method is {found.method!r}; the connector serves {', '.join((*DRAFTS, *_WITHOUT_KV))}"
         )
+    _check_draft(found)
     return found
+
+
+def _check_draft(draft: Any) -> None:
+    if getattr(draft, "use_multi_module_mtp", bool)():  # vLLM 0.26 has none, and runs one module alone
+        raise Unfit(
+            f"speculative_config has several MTP modules, and num_speculative_tokens {draft.num_speculative_tokens}: "
+            "each module's KV of a token needs one token more behind it, and a page's name has one; set "
+            "num_speculative_tokens to 1, on both sides"
+        )
 
 
 def looks_ahead(vllm_config: Any) -> bool:
