@@ -185,16 +185,28 @@ def draft_of(vllm_config: Any) -> Any:
         raise Unfit(
             f"speculative_config.method is {found.method!r}; the connector serves {', '.join((*DRAFTS, *_WITHOUT_KV))}"
         )
-    _check_draft(found)
+    _check_draft(vllm_config, found)
     return found
 
 
-def _check_draft(draft: Any) -> None:
+def _check_draft(vllm_config: Any, draft: Any) -> None:
+    """Unfit names what of the draft model's settings no page's name says."""
     if getattr(draft, "use_multi_module_mtp", bool)():  # vLLM 0.26 has none, and runs one module alone
         raise Unfit(
             f"speculative_config has several MTP modules, and num_speculative_tokens {draft.num_speculative_tokens}: "
             "each module's KV of a token needs one token more behind it, and a page's name has one; set "
             "num_speculative_tokens to 1, on both sides"
+        )
+    if getattr(draft, "disable_eagle_block_drop", False):
+        raise Unfit(
+            "speculative_config.disable_eagle_block_drop is on: vLLM's prefix cache has blocks then whose last token's "
+            "KV in the draft model is of another prompt's next token; leave it out, on both sides"
+        )
+    own, dtype = vllm_config.cache_config.cache_dtype, getattr(draft, "kv_cache_dtype", None)
+    if dtype not in (None, own):
+        raise Unfit(
+            f"speculative_config.kv_cache_dtype is {dtype!r}, --kv-cache-dtype {own!r}; the connector serves layers "
+            "of one dtype: leave the first out, on both sides"
         )
 
 

@@ -23,6 +23,8 @@ def with_settings(method: str, **settings: object) -> SimpleNamespace:
             with_settings("mtp", num_speculative_tokens=3, use_multi_module_mtp=lambda: True),
             r"several MTP modules, and num_speculative_tokens 3: .* set num_speculative_tokens to 1",
         ),
+        (with_settings("eagle", disable_eagle_block_drop=True), "disable_eagle_block_drop is on: .* leave it out"),
+        (with_settings("draft_model", kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8', --kv-cache-dtype 'auto'"),
     ],
 )
 def test_settings_that_are_refused(config: SimpleNamespace, message: str) -> None:
@@ -31,5 +33,9 @@ def test_settings_that_are_refused(config: SimpleNamespace, message: str) -> Non
 
 
 def test_settings_that_are_served() -> None:
-    for config in (with_settings("mtp", num_speculative_tokens=3, use_multi_module_mtp=lambda: False),):
+    for config in (
+        with_settings("mtp", num_speculative_tokens=3, use_multi_module_mtp=lambda: False),
+        with_settings("eagle", disable_eagle_block_drop=False, kv_cache_dtype=None),
+        with_settings("draft_model", kv_cache_dtype="auto"),
+    ):
         assert draft_of(config) is config.speculative_config
