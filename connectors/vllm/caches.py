@@ -208,6 +208,12 @@ def _check_draft(vllm_config: Any, draft: Any) -> None:
             f"speculative_config.kv_cache_dtype is {dtype!r}, --kv-cache-dtype {own!r}; the connector serves layers "
             "of one dtype: leave the first out, on both sides"
         )
+    longest, most = draft.draft_model_config.max_model_len, vllm_config.model_config.max_model_len
+    if longest < most:
+        raise Unfit(
+            f"the draft model's max_model_len is {longest}, the model's {most}: behind it vLLM leaves the draft's KV "
+            f"unwritten; start vLLM with --max-model-len {longest}, without speculative_config.max_model_len"
+        )
 
 
 def looks_ahead(vllm_config: Any) -> bool:

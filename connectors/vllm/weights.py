@@ -51,13 +51,15 @@ def _files_of(vllm_config: Any, model: Any) -> tuple[str, str | None, str | None
 
 
 def draft_name(vllm_config: Any, settings: Settings) -> str:
-    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration and weights; empty
-    where there is none. How many tokens it proposes is nothing to its KV. Unfit where nothing names its weights."""
+    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration, weights and the
+    length that is set for it; empty where there is none. How many tokens it proposes is nothing to its KV. Unfit where
+    nothing names its weights."""
     if (draft := draft_of(vllm_config)) is None:
         return ""
     model = draft.draft_model_config
     named = settings.revision or weights_revision(*_files_of(vllm_config, model))
-    return f"{draft.method} {fingerprint(model)} {named}"[:MAX_TEXT]
+    length = "" if (most := getattr(draft, "max_model_len", None)) is None else f" to {most}"
+    return f"{draft.method}{length} {fingerprint(model)} {named}"[:MAX_TEXT]
 
 
 def kv_scales(vllm_config: Any) -> str:

@@ -70,7 +70,7 @@ def model(folder: object = "/none", **config: object) -> SimpleNamespace:
     return SimpleNamespace(
         model=str(folder), revision=None, dtype=torch.bfloat16, quantization=None,
         hf_config=SimpleNamespace(to_dict=lambda: told),
-        get_total_num_kv_heads=lambda: 128,
+        get_total_num_kv_heads=lambda: 128, max_model_len=4096,
     )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm.caches import Unfit, draft_of
+from kvferry.connectors.vllm.weights import draft_name
 from tests.connectors.vllm.test_caches import drafts, engine
 
 
@@ -39,3 +41,19 @@ def test_settings_that_are_served() -> None:
         with_settings("draft_model", kv_cache_dtype="auto"),
     ):
         assert draft_of(config) is config.speculative_config
+
+
+def of_lengths(own: int, drafts: int | None) -> SimpleNamespace:
+    """The model's, and what is set for its draft model."""
+    config = with_settings("eagle", max_model_len=drafts)
+    config.model_config.max_model_len = own
+    config.speculative_config.draft_model_config.max_model_len = own if drafts is None else drafts
+    return config
+
+
+def test_the_length_that_is_set_for_a_draft_model_names_it_and_is_the_models() -> None:
+    names = [draft_name(of_lengths(4096, length), Settings("/s", revision="1")) for length in (None, 4096)]
+    names += [draft_name(of_lengths(8192, length), Settings("/s", revision="1")) for length in (None, 8192)]
+    assert names[0] == names[2] and len(set(names)) == 3
+    with pytest.raises(Unfit, match=r"max_model_len is 2048, the model's 4096: .* with --max-model-len 2048"):
+        draft_of(of_lengths(4096, 2048))
