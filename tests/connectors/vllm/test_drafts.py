@@ -8,8 +8,9 @@ import pytest
 
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm.caches import Unfit, draft_of
+from kvferry.connectors.vllm.facts import kv_heads_of
 from kvferry.connectors.vllm.weights import draft_name
-from tests.connectors.vllm.test_caches import drafts, engine
+from tests.connectors.vllm.test_caches import FullAttentionSpec, MLAAttentionSpec, drafts, engine
 
 
 def with_settings(method: str, **settings: object) -> SimpleNamespace:
@@ -57,3 +58,15 @@ def test_the_length_that_is_set_for_a_draft_model_names_it_and_is_the_models() -
     assert names[0] == names[2] and len(set(names)) == 3
     with pytest.raises(Unfit, match=r"max_model_len is 2048, the model's 4096: .* with --max-model-len 2048"):
         draft_of(of_lengths(4096, 2048))
+
+
+def test_on_several_ranks_a_draft_model_has_as_many_heads_as_the_model() -> None:
+    """Of the model's four each is on two of eight ranks, of the draft model's eight on one."""
+    config = engine(ranks=8, draft=drafts("draft_model"))
+    config.model_config.get_total_num_kv_heads = lambda: 4
+    config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 8
+    with pytest.raises(Unfit, match="the draft model has 8 KV heads, the model 4, tensor_parallel_size is 8"):
+        kv_heads_of(config, FullAttentionSpec(num_kv_heads=1))
+    assert kv_heads_of(config, MLAAttentionSpec()) == 1, "every rank has all of it"
+    config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 4
+    assert kv_heads_of(config, FullAttentionSpec(num_kv_heads=1)) == 4
