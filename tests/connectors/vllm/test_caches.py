@@ -142,10 +142,13 @@ def test_where_the_blocks_of_latents_lie() -> None:
         block_map(short, group, Shape(BLOCK, 2), geometry, [order])
 
 
-def weights(folder: Path, scale: float) -> Path:
+K_SCALE = "model.layers.0.self_attn.k_proj.k_scale"
+
+
+def weights(folder: Path, scale: float, name: str = K_SCALE) -> Path:
     """A checkpoint of one matrix, with a scale of the KV cache behind it."""
     folder.mkdir()
-    tensors = {"w": np.ones(4, np.float32), "model.layers.0.self_attn.k_proj.k_scale": np.array([scale], np.float32)}
+    tensors = {"w": np.ones(4, np.float32), name: np.array([scale], np.float32)}
     header, data = {}, b""
     for name, value in tensors.items():
         header[name] = {"dtype": "F32", "shape": value.shape, "data_offsets": [len(data), len(data) + value.nbytes]}
@@ -157,9 +160,7 @@ def weights(folder: Path, scale: float) -> Path:
 
 def test_engines_of_other_scales_share_no_page(tmp_path: Path) -> None:
     folders = [weights(tmp_path / name, scale) for name, scale in (("a", 0.5), ("b", 0.5), ("c", 0.25))]
-    assert scales_in(folders[0] / "model.safetensors") == {
-        "model.layers.0.self_attn.k_proj.k_scale": b"F32" + np.float32(0.5).tobytes()
-    }
+    assert scales_in(folders[0] / "model.safetensors") == {K_SCALE: b"F32" + np.float32(0.5).tobytes()}
     facts = []
     for folder in folders:
         config = with_dtype("fp8_e4m3")
@@ -169,6 +170,13 @@ def test_engines_of_other_scales_share_no_page(tmp_path: Path) -> None:
     (difference,) = differences(facts[0], facts[2])
     assert difference.field == "kv_scales" and "serve a checkpoint with the same scales" in str(difference)
     assert kv_scales(engine(folders[0])) == ""  # nothing is quantized
+
+
+@pytest.mark.parametrize("kind", ["k", "v", "kv"])
+def test_the_scales_of_mistrals_own_format_are_found(tmp_path: Path, kind: str) -> None:
+    name = f"layers.0.attention.{kind}_fake_quantizer.qscale_act"
+    assert list(scales_in(weights(tmp_path / kind, 0.5, name) / "model.safetensors")) == [name]
+    assert not scales_in(weights(tmp_path / "q", 0.5, name.replace(f".{kind}_", ".q_")) / "model.safetensors")
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff" * 8, struct.pack("<Q", 4) + b"{]{}", struct.pack("<Q", 9) + b"{}"])
