@@ -109,7 +109,7 @@ def _specs(group: Any) -> dict[str, Any]:
 
 def _likeness(spec: Any) -> tuple[object, ...]:
     dtypes = str(spec.dtype), _dtype_name(spec)
-    told = tuple(getattr(spec, name, None) for name in (*_PACKED, *_COMPRESSED))
+    told = tuple(getattr(spec, name, None) for name in (*_PACKED, *_COMPRESSED, "non_causal"))
     return (type(spec).__name__, spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None), *dtypes, *told)
 
 
@@ -138,6 +138,11 @@ def _check_kind(kind: CacheKind) -> None:
             raise Unfit(
                 f"{name} of the KV cache is {ratio} in layer {first}; the connector serves caches that have each token"
             )
+    if getattr(spec, "non_causal", False):
+        raise Unfit(
+            f"layer {first} is non_causal: a token's keys and values are also of the prompt's later ones (prefix LM); "
+            "the connector serves causal attention, in which a page is of the tokens before it alone"
+        )
     if not is_latent(spec) and spec.head_size != spec.head_size_v:
         raise Unfit(
             f"keys have {spec.head_size} elements a head, values {spec.head_size_v}; pages hold equal ones only"
@@ -180,7 +185,29 @@ def draft_of(vllm_config: Any) -> Any:
         raise Unfit(
             f"speculative_config.method is {found.method!r}; the connector serves {', '.join((*DRAFTS, *_WITHOUT_KV))}"
         )
+    _check_draft(vllm_config, found)
     return found
+
+
+def _check_draft(vllm_config: Any, draft: Any) -> None:
+    """Unfit names what of the draft model's settings no page's name says."""
+    if getattr(draft, "use_multi_module_mtp", bool)():  # vLLM 0.26 has none, and runs one module alone
+        raise Unfit(
+            f"speculative_config has several MTP modules, and num_speculative_tokens {draft.num_speculative_tokens}: "
+            "each module's KV of a token needs one token more behind it, and a page's name has one; set "
+            "num_speculative_tokens to 1, on both sides"
+        )
+    if getattr(draft, "disable_eagle_block_drop", False):
+        raise Unfit(
+            "speculative_config.disable_eagle_block_drop is on: vLLM's prefix cache has blocks then whose last token's "
+            "KV in the draft model is of another prompt's next token; leave it out, on both sides"
+        )
+    own, dtype = vllm_config.cache_config.cache_dtype, getattr(draft, "kv_cache_dtype", None)
+    if dtype not in (None, own):
+        raise Unfit(
+            f"speculative_config.kv_cache_dtype is {dtype!r}, --kv-cache-dtype {own!r}; the connector serves layers "
+            "of one dtype: leave the first out, on both sides"
+        )
 
 
 def looks_ahead(vllm_config: Any) -> bool:

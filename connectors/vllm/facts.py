@@ -134,12 +134,19 @@ def _geometry_of(vllm_config: Any, kinds: Sequence[CacheKind], page_size: int) -
 
 
 def kv_heads_of(vllm_config: Any, spec: Any) -> int:
-    """KV heads of the model, over all ranks. Unfit where a rank's are not its share of them."""
+    """KV heads of the model, over all ranks. Unfit where a rank's are not its share of them, or a draft model beside it
+    has another number: a page's heads are dealt out to ranks as the model's are."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     own: int = spec.num_kv_heads
     if ranks == 1 or is_latent(spec):
         return own
     total: int = vllm_config.model_config.get_total_num_kv_heads()
+    draft = draft_of(vllm_config)
+    if draft is not None and (drafts := draft.draft_model_config.get_total_num_kv_heads()) != total:
+        raise Unfit(
+            f"the draft model has {drafts} KV heads, the model {total}, tensor_parallel_size is {ranks}: on several "
+            "ranks the connector serves draft models of as many; set tensor_parallel_size to 1, or choose another"
+        )
     if own != max(1, total // ranks):
         raise Unfit(
             f"a rank has {own} KV heads, the model {total}, tensor_parallel_size is {ranks}: the connector serves "

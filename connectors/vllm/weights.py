@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,39 @@ from kvferry.transfer.geometry.namespace import MAX_TEXT
 
 ADAPTER_FILES = (*WEIGHT_FILES, "*.json")
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
-_KV_SCALE = re.compile(r"[._](k|v|kv)(_scale|_zero_point|_cache\.scale|_proj\.output_scale)$")  # as vLLM finds them
+# As vLLM finds them; the last as Mistral's own format has them.
+_KV_SCALE = re.compile(
+    r"[._](k|v|kv)(_scale|_zero_point|_cache\.scale|_proj\.output_scale|_fake_quantizer\.qscale_act)$"
+)
+_LONGROPE = ("longrope", "su")
 _WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_WRITTEN_BY_MODELS = ("target_layer_count", "max_model_len")  # when a worker makes one: EAGLE3's, MiniMax M2
 _log = logging.getLogger(__name__)
 
 
 def fingerprint(model_config: Any) -> str:
     config = dict(model_config.hf_config.to_dict())
-    for key in _WRITTEN_BY_WHOEVER:
+    for key in (*_WRITTEN_BY_WHOEVER, *_WRITTEN_BY_MODELS):
         config.pop(key, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     quantization = getattr(model_config, "quantization", None) or "plain"
-    return f"vllm-{config.get('model_type', 'unknown')}-{digest[:32]}-{quantization}-{model_config.dtype!s}"
+    rope = "".join(f"-{_factors(model_config, bound)}" for bound in sorted(set(_longrope_bounds(config))))
+    return f"vllm-{config.get('model_type', 'unknown')}-{digest[:32]}-{quantization}-{model_config.dtype!s}{rope}"
+
+
+def _factors(model_config: Any, bound: int) -> str:
+    """Those with which vLLM turns all keys of a model with LongRoPE, whatever the prompt's length."""
+    return "long" if model_config.max_model_len > bound else "short"
+
+
+def _longrope_bounds(config: Mapping[str, object], bound: object = None) -> Iterator[int]:
+    """The length behind which long factors are taken, of each place in the configuration that has such."""
+    bound = config.get("original_max_position_embeddings", bound)
+    if "long_factor" in config or config.get("rope_type", config.get("type")) in _LONGROPE:
+        yield bound if isinstance(bound, int) else 0
+    for inner in config.values():
+        if isinstance(inner, dict):
+            yield from _longrope_bounds(inner, bound)
 
 
 def revision_of(vllm_config: Any, settings: Settings) -> str:
@@ -51,13 +73,15 @@ def _files_of(vllm_config: Any, model: Any) -> tuple[str, str | None, str | None
 
 
 def draft_name(vllm_config: Any, settings: Settings) -> str:
-    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration and weights; empty
-    where there is none. How many tokens it proposes is nothing to its KV. Unfit where nothing names its weights."""
+    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration, weights and the
+    length that is set for it; empty where there is none. How many tokens it proposes is nothing to its KV. Unfit where
+    nothing names its weights."""
     if (draft := draft_of(vllm_config)) is None:
         return ""
     model = draft.draft_model_config
     named = settings.revision or weights_revision(*_files_of(vllm_config, model))
-    return f"{draft.method} {fingerprint(model)} {named}"[:MAX_TEXT]
+    length = "" if (most := getattr(draft, "max_model_len", None)) is None else f" to {most}"
+    return f"{draft.method}{length} {fingerprint(model)} {named}"[:MAX_TEXT]
 
 
 def kv_scales(vllm_config: Any) -> str:

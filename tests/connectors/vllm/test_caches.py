@@ -54,6 +54,7 @@ class FullAttentionSpec:
     head_size: int = 64
     head_size_v: int = 64
     dtype: torch.dtype = torch.uint8
+    non_causal: bool = False
 
 
 NAMES = [f"l{i}" for i in range(LAYERS)]
@@ -69,7 +70,7 @@ def model(folder: object = "/none", **config: object) -> SimpleNamespace:
     return SimpleNamespace(
         model=str(folder), revision=None, dtype=torch.bfloat16, quantization=None,
         hf_config=SimpleNamespace(to_dict=lambda: told),
-        get_total_num_kv_heads=lambda: 128,
+        get_total_num_kv_heads=lambda: 128, max_model_len=4096,
     )  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def with_dtype(cache_dtype: str, **cache: object) -> SimpleNamespace:
         (MLAAttentionSpec(state_content_bytes=656), engine(), "state_content_bytes of the KV cache is 656"),
         (MLAAttentionSpec(cache_dtype_str="fp8_ds_mla", state_content_bytes=584), with_dtype("fp8_ds_mla"), "is 584"),
         (MLAAttentionSpec(), with_dtype("fp8_ds_mla"), "kv_cache_dtype is 'fp8_ds_mla', which packs"),
+        (FullAttentionSpec(non_causal=True), engine(), "layer l0 is non_causal: .*prefix LM"),
         (FullAttentionSpec(), with_dtype("nvfp4"), "kv_cache_dtype is 'nvfp4'"),
         (FullAttentionSpec(), with_dtype("int8_per_token_head"), "kv_cache_dtype is 'int8_per_token_head'"),
         (FullAttentionSpec(), with_dtype("fp8", calculate_kv_scales=True), "without --calculate-kv-scales"),
@@ -140,10 +142,13 @@ def test_where_the_blocks_of_latents_lie() -> None:
         block_map(short, group, Shape(BLOCK, 2), geometry, [order])
 
 
-def weights(folder: Path, scale: float) -> Path:
+K_SCALE = "model.layers.0.self_attn.k_proj.k_scale"
+
+
+def weights(folder: Path, scale: float, name: str = K_SCALE) -> Path:
     """A checkpoint of one matrix, with a scale of the KV cache behind it."""
     folder.mkdir()
-    tensors = {"w": np.ones(4, np.float32), "model.layers.0.self_attn.k_proj.k_scale": np.array([scale], np.float32)}
+    tensors = {"w": np.ones(4, np.float32), name: np.array([scale], np.float32)}
     header, data = {}, b""
     for name, value in tensors.items():
         header[name] = {"dtype": "F32", "shape": value.shape, "data_offsets": [len(data), len(data) + value.nbytes]}
@@ -155,9 +160,7 @@ def weights(folder: Path, scale: float) -> Path:
 
 def test_engines_of_other_scales_share_no_page(tmp_path: Path) -> None:
     folders = [weights(tmp_path / name, scale) for name, scale in (("a", 0.5), ("b", 0.5), ("c", 0.25))]
-    assert scales_in(folders[0] / "model.safetensors") == {
-        "model.layers.0.self_attn.k_proj.k_scale": b"F32" + np.float32(0.5).tobytes()
-    }
+    assert scales_in(folders[0] / "model.safetensors") == {K_SCALE: b"F32" + np.float32(0.5).tobytes()}
     facts = []
     for folder in folders:
         config = with_dtype("fp8_e4m3")
@@ -167,6 +170,13 @@ def test_engines_of_other_scales_share_no_page(tmp_path: Path) -> None:
     (difference,) = differences(facts[0], facts[2])
     assert difference.field == "kv_scales" and "serve a checkpoint with the same scales" in str(difference)
     assert kv_scales(engine(folders[0])) == ""  # nothing is quantized
+
+
+@pytest.mark.parametrize("kind", ["k", "v", "kv"])
+def test_the_scales_of_mistrals_own_format_are_found(tmp_path: Path, kind: str) -> None:
+    name = f"layers.0.attention.{kind}_fake_quantizer.qscale_act"
+    assert list(scales_in(weights(tmp_path / kind, 0.5, name) / "model.safetensors")) == [name]
+    assert not scales_in(weights(tmp_path / "q", 0.5, name.replace(f".{kind}_", ".q_")) / "model.safetensors")
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff" * 8, struct.pack("<Q", 4) + b"{]{}", struct.pack("<Q", 9) + b"{}"])
@@ -207,6 +217,11 @@ def test_one_group_of_one_kind() -> None:
     for specs in ((MLAAttentionSpec(), FullAttentionSpec()), (replace(MLAAttentionSpec()), MLAAttentionSpec())):
         with pytest.raises(Unfit, match=r"the model has 2 KV cache groups .* in blocks of one table"):
             kinds_of(engine(), kv(*specs))
+
+
+def test_one_layer_that_attends_to_later_tokens_is_enough() -> None:
+    with pytest.raises(Unfit, match=r"layer late\.0 is non_causal"):
+        kinds_of(engine(), together(("l", 2, FullAttentionSpec()), ("late", 1, FullAttentionSpec(non_causal=True))))
 
 
 # -- several caches under one block table

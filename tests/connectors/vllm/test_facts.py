@@ -30,7 +30,7 @@ from kvferry.connectors.vllm.facts import (
     with_head_runs,
 )
 from kvferry.connectors.vllm.order import name_of, runs_of, strided_order
-from kvferry.connectors.vllm.weights import revision_of, weights_name, weights_revision
+from kvferry.connectors.vllm.weights import fingerprint, revision_of, weights_name, weights_revision
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout, StorageOrder
 from kvferry.transfer.geometry.layouts import RankStorage
@@ -348,6 +348,16 @@ def test_a_layer_without_a_cache_is_refused() -> None:
     cache = torch.zeros(10, HEADS, BLOCK, 2 * DIM)
     with pytest.raises(Unfit, match="layer l1 has no KV cache"):
         block_map({"l0": cache}, Engine().kv, Shape(BLOCK, 1), geometry(1), [ORDER])
+
+
+def test_models_with_longrope_are_named_by_the_factors_that_turn_their_keys() -> None:
+    def name(length: int, rope_type: str) -> str:
+        told = {"rope_scaling": {"rope_type": rope_type}, "original_max_position_embeddings": 4096}
+        config = SimpleNamespace(to_dict=lambda: told)
+        return fingerprint(SimpleNamespace(hf_config=config, max_model_len=length, dtype=torch.bfloat16))
+
+    assert name(1024, "longrope") == name(4096, "longrope") == name(8192, "longrope").replace("-long", "-short")
+    assert name(4096, "yarn") == name(8192, "yarn") and name(4096, "yarn").endswith("bfloat16")
 
 
 def test_weights_that_differ_anywhere_have_another_revision(tmp_path: Path) -> None:
