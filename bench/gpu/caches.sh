@@ -4,7 +4,8 @@
 #   bash bench/gpu/caches.sh BASE OUTPUT_FOLDER CASE...   one GPU: latent latent-fp8 indexed fp8 e5m2 eagle eagle3 mtp draft
 #                                                         two: latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 latent-chaos-1:2
 # Two at once, each on a GPU: DEVICE, VLLM_LANE (1, 2) and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
-# CASE_SECONDS (200): of each case. GREEDY: more flags of greedy.py, for instance --nixl, NixlConnector's pair as well. indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
+# CASE_SECONDS (200): of each case. GREEDY: more flags of greedy.py, for instance --nixl, NixlConnector's pair as well, which takes twice as long.
+# indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}

@@ -191,7 +191,8 @@ def draft_of(vllm_config: Any) -> Any:
 
 def _check_draft(vllm_config: Any, draft: Any) -> None:
     """Unfit names what of the draft model's settings no page's name says."""
-    if getattr(draft, "use_multi_module_mtp", bool)():  # vLLM 0.26 has none, and runs one module alone
+    has_several = getattr(draft, "use_multi_module_mtp", None)  # vLLM 0.26 has none, and runs one module alone
+    if has_several is not None and has_several():
         raise Unfit(
             f"speculative_config has several MTP modules, and num_speculative_tokens {draft.num_speculative_tokens}: "
             "each module's KV of a token needs one token more behind it, and a page's name has one; set "

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"kvferry size: {error}", file=sys.stderr)
         return 2
-    words = {need.role: _serve_words(need, geometry, servers, args.way_back) for need in needs}
+    words = {need.role: _serve_words(need, geometry, servers) for need in needs}
     if args.format == "json":
         print(json.dumps(_as_json(model, geometry, chats, needs, words)))
     else:
@@ -121,11 +121,11 @@ def _servers(args: argparse.Namespace) -> Servers:
         pool_room=args.pool_room,
         slots=slots,
         slot_bytes=slot_bytes,
-        ways=1 if args.way_back == "off" else 2,
+        way_back=args.way_back,
     )
 
 
-def _serve_words(need: Need, geometry: KVGeometry, servers: Servers, way_back: str) -> list[str]:
+def _serve_words(need: Need, geometry: KVGeometry, servers: Servers) -> list[str]:
     """The flags of `kvferry serve`; sizes in whole MiB, rounded up."""
     words = ["--role", need.role, "--page-size", str(geometry.page_size)]
     if servers.on_gpus:
@@ -135,8 +135,8 @@ def _serve_words(need: Need, geometry: KVGeometry, servers: Servers, way_back: s
         words += ["--host-bytes", _mib(need.host_bytes)]
     words += ["--slots", str(servers.slots), "--slot-bytes", str(servers.slot_bytes)]
     words += ["--ucx-ports", f"{FIRST_PORT}-{need.last_port}"]
-    if way_back != "off":
-        words += ["--way-back", way_back]
+    if servers.way_back != "off":
+        words += ["--way-back", servers.way_back]
     return words if need.sessions <= DEFAULT_PEERS else [*words, "--max-peers", str(need.sessions)]
 
 

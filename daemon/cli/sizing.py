@@ -47,7 +47,7 @@ class ChatLoad:
 class Servers:
     """The engines and daemons: `ranks` GPUs each, or shared memory where `on_gpus` is not so. In `blocks` the pool is
     the engine's own. `pool_room`: that a decode daemon's pool may have at most; 0: what it needs. `prompts`: under way
-    at a prefill server. `ways`: in which pages travel, 2 with the way back, each with slots of its own."""
+    at a prefill server. `way_back`: as of `kvferry serve`."""
 
     ranks: int
     on_gpus: bool
@@ -58,7 +58,12 @@ class Servers:
     pool_room: int
     slots: int
     slot_bytes: int
-    ways: int
+    way_back: str
+
+    @property
+    def ways(self) -> int:
+        """Directions in which pages travel, each with slots of its own."""
+        return 1 if self.way_back == "off" else 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,11 +133,11 @@ def test_models_that_are_refused(fields: dict[str, object], message: str) -> Non
         model_kv(fields)
 
 
-def servers(**changed: int) -> Servers:
+def servers(way_back: str = "off", **changed: int) -> Servers:
     found = {"ranks": 1, "on_gpus": 1, "blocks": 0, "prefills": 1, "decodes": 1, "prompts": 8, "pool_room": 0}
-    found |= {"slots": 16, "slot_bytes": 64 << 20, "ways": 1} | changed
+    found |= {"slots": 16, "slot_bytes": 64 << 20} | changed
     whole = {name: value for name, value in found.items() if name not in ("on_gpus", "blocks")}
-    return Servers(on_gpus=bool(found["on_gpus"]), blocks=bool(found["blocks"]), **whole)
+    return Servers(on_gpus=bool(found["on_gpus"]), blocks=bool(found["blocks"]), way_back=way_back, **whole)
 
 
 CHATS = ChatLoad(running=32, kept=200, turns=1, system_tokens=0, turn_tokens=8000, answer_tokens=500)
@@ -190,7 +190,7 @@ def test_memory_of_a_pod_and_of_a_gpu() -> None:
     assert on_gpus.shm_bytes == 0
     buffers = (288 << 20) + on_gpus.host_bytes // 512
     assert on_gpus.gpu_bytes == on_gpus.pool_bytes // 3 + 3 * (288 << 20) + 2 * (1 << 30) + buffers
-    back = decode_need(geometry, CHATS, servers(ranks=3, prefills=2, ways=2))
+    back = decode_need(geometry, CHATS, servers("auto", ranks=3, prefills=2))
     assert back.gpu_bytes == on_gpus.gpu_bytes + 2 * (1 << 30), "the way back has slots of its own"
     many = decode_need(geometry, CHATS, servers(prefills=100))
     assert many.last_port == 21199
@@ -216,7 +216,13 @@ def told(folder: Path, fields: dict[str, object]) -> str:
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("--gpus", "0"), ("--gpus", "4", "--kept", "50", "--decodes", "3", "--gbit", "200"), ("--pool", "engine")],
+    [
+        (),
+        ("--gpus", "0"),
+        ("--gpus", "4", "--kept", "50", "--decodes", "3", "--gbit", "200"),
+        ("--pool", "engine"),
+        ("--way-back", "auto"),
+    ],
 )
 def test_its_flags_are_a_daemons(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> None:
     status, out, _ = say(capsys, told(tmp_path, LLAMA_8B), "--format", "json", *words)
