@@ -282,19 +282,18 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
 
 
 def new_memory(nbytes: int) -> mmap.mmap:
-    """Written by as many threads as make a tier; new where nobody has had it since the machine began."""
+    """Written GiB by GiB by as many threads as make a tier; new where nobody has had it since the machine began."""
     memory = populate.reserve(nbytes)
-    began = time.perf_counter()
+    rates = []
     with ThreadPoolExecutor(populate.THREADS) as threads:
-        for _ in threads.map(
-            lambda piece: piece.fill(1), np.array_split(np.frombuffer(memory, np.uint8), 16 * populate.THREADS)
-        ):
-            pass
-    seconds = time.perf_counter() - began
-    print(
-        f"{nbytes / GIB:.0f} GiB of memory are written for the first time at {nbytes / GIB / seconds:.1f} GiB/s",
-        flush=True,
-    )
+        for part in np.split(np.frombuffer(memory, np.uint8), nbytes // GIB):
+            began = time.perf_counter()
+            for _ in threads.map(lambda piece: piece.fill(1), np.array_split(part, 4 * populate.THREADS)):
+                pass
+            rates.append(1 / (time.perf_counter() - began))
+    mean = len(rates) / sum(1 / rate for rate in rates)
+    told = " ".join(f"{rate:.0f}" for rate in rates)
+    print(f"{len(rates)} GiB of memory are written for the first time at {mean:.1f} GiB/s: {told}", flush=True)
     return memory
 
 
