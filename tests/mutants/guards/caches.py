@@ -213,6 +213,22 @@ GUARDS: tuple[Guard, ...] = (
         CHAIN,
     ),
     Guard(
+        "a page at a prompt's end is one request's",
+        "connectors/prompt_chain.py",
+        "AheadChain._with_next",
+        '(*keys, ("request", *self._name))',
+        "keys or None",
+        CHAIN,
+    ),
+    Guard(
+        "a page at a prompt's end is named by what both halves of the request know",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._chain",
+        "if params is None else params.name",
+        "",
+        ("tests/connectors/test_open_pages.py",),
+    ),
+    Guard(
         "a page at a prompt's end is named anew once the request goes on",
         "connectors/prompt_chain.py",
         "AheadChain._hashed",

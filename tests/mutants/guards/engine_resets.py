@@ -92,7 +92,7 @@ GUARDS: tuple[Guard, ...] = (
         "what waits at a reset keeps its names of before",
         "connectors/scheduler_side.py",
         "SchedulerSide._renew",
-        "tracked.chain = self._chain(tracked.request)",
+        "tracked.chain = self._chain(tracked.request, tracked.params)",
         "pass",
         RESETS,
     ),
