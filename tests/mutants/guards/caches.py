@@ -7,6 +7,7 @@ CACHES, WEIGHTS = "connectors/vllm/caches.py", "connectors/vllm/weights.py"
 SHAPES = ("tests/transfer/geometry/test_geometry.py",)
 SEVERAL = ("tests/daemon/memory/test_several_caches.py",)
 ENGINE = ("tests/connectors/vllm/test_caches.py",)
+DRAFT_MODELS = ("tests/connectors/vllm/test_drafts.py",)
 CHAIN = ("tests/connectors/test_prompt_chain.py",)
 
 GUARDS: tuple[Guard, ...] = (
@@ -171,6 +172,22 @@ GUARDS: tuple[Guard, ...] = (
         'total.update(f"{name}:{len(found[name])}\\n".encode() + found[name])',
         'total.update(f"{name}:{len(found[name])}\\n".encode())',
         ENGINE,
+    ),
+    Guard(
+        "a draft model's scales name quantized pages, too",
+        WEIGHTS,
+        "kv_scales",
+        "(draft := draft_of(vllm_config)) is not None",
+        "(draft := None) is not None",
+        DRAFT_MODELS,
+    ),
+    Guard(
+        "a draft model's files are where its own load configuration has them",
+        WEIGHTS,
+        "_draft_loading",
+        'getattr(draft, "draft_load_config", None) or vllm_config.load_config',
+        "vllm_config.load_config",
+        DRAFT_MODELS,
     ),
     Guard(
         "a file whose scales cannot be read is told",

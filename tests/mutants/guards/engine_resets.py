@@ -187,7 +187,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "random weights are taken for those of the files",
         "connectors/vllm/weights.py",
-        "revision_of",
+        "_weights_of",
         '== "dummy"',
         '== ""',
         FACTS,
