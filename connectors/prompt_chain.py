@@ -10,6 +10,7 @@ from kvferry.connectors.orders import PromptPages
 from kvferry.radix.digests import DIGEST_BYTES, digests_and_tail, joined_digests
 
 if TYPE_CHECKING:
+    from kvferry.client.requests import RequestName
     from kvferry.radix.digests import ExtraKeys
 
 KeysBetween: TypeAlias = "Callable[[int, int], ExtraKeys | None]"
@@ -87,13 +88,16 @@ class PromptChain:
 
 class AheadChain(PromptChain):
     """The digests where the KV of a page's last token is also of the token behind it: a page has that token in its
-    name. One at the prompt's very end has none; once the request goes on, it and what follows are named anew."""
+    name. One at the prompt's very end has the request's in its place, by which both halves of the request know it, and
+    no other request: the token behind it is still to be sampled. Once the request goes on, it and what follows are
+    named anew."""
 
     def __init__(
-        self, source: TokenSource, page_size: int, keys: KeysBetween | None, root: bytes | None = None
+        self, source: TokenSource, page_size: int, keys: KeysBetween | None, root: bytes | None, name: RequestName
     ) -> None:
         super().__init__(source, page_size, self._with_next, root)
         self._beside = keys
+        self._name = name
         self._open = -1  # the page that was named without the token behind it
 
     def _hashed(self, tokens: int) -> int:
@@ -111,8 +115,9 @@ class AheadChain(PromptChain):
 
     def _with_next(self, start: int, end: int) -> ExtraKeys | None:
         keys = () if self._beside is None else self._beside(start, end) or ()
-        if (end - start) == self._page_size:
-            if end < len(self._source.all_token_ids):
-                return (*keys, ("next_token", self._source.all_token_ids[end]))
-            self._open = start // self._page_size
-        return keys or None
+        if (end - start) < self._page_size:
+            return keys or None
+        if end < len(self._source.all_token_ids):
+            return (*keys, ("next_token", self._source.all_token_ids[end]))
+        self._open = start // self._page_size
+        return (*keys, ("request", *self._name))

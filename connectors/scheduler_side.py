@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.connectors import params as transfer_params
 from kvferry.connectors.orders import Forget, News, Order, Orders
 from kvferry.connectors.params import TransferParams
 from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain, Unnamed
@@ -290,14 +291,15 @@ class SchedulerSide:
     def _tracked_anew(self, request: EngineRequest, params: TransferParams | None) -> Tracked:
         """Tracks it from now on, its prompt's digests made. A request that cannot be named is the engine's alone: that
         never ends the engine."""
-        tracked = self._tracked[request.request_id] = Tracked(request, params, self._chain(request))
+        tracked = self._tracked[request.request_id] = Tracked(request, params, self._chain(request, params))
         self._name(tracked)
         return tracked
 
-    def _chain(self, request: EngineRequest) -> PromptChain:
-        keys = self._keys_of(request)
-        chain = AheadChain if self._looks_ahead else PromptChain
-        return chain(request, self.shape.page_size, keys, self._epoch.root)
+    def _chain(self, request: EngineRequest, params: TransferParams | None) -> PromptChain:
+        keys, size, root = self._keys_of(request), self.shape.page_size, self._epoch.root
+        if not self._looks_ahead:
+            return PromptChain(request, size, keys, root)
+        return AheadChain(request, size, keys, root, transfer_params.new_name() if params is None else params.name)
 
     def _name(self, tracked: Tracked) -> None:
         request = tracked.request
@@ -316,7 +318,7 @@ class SchedulerSide:
 
     def _renew(self, tracked: Tracked) -> None:
         """Names it by the present epoch; it has no block."""
-        tracked.chain = self._chain(tracked.request)
+        tracked.chain = self._chain(tracked.request, tracked.params)
         self._name(tracked)
 
     def _blocks(self, blocks: Sequence[int], start: int, end: int) -> tuple[int, ...]:

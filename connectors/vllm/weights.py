@@ -57,19 +57,7 @@ def _longrope_bounds(config: Mapping[str, object], bound: object = None) -> Iter
 
 def revision_of(vllm_config: Any, settings: Settings) -> str:
     """The name of the weights; Unfit where nothing names them."""
-    if settings.revision:
-        return settings.revision
-    if str(getattr(vllm_config.load_config, "load_format", "")) == "dummy":
-        raise Unfit(
-            "load_format is dummy, so the model's files do not name the weights: set "
-            "kv_connector_extra_config.revision to a name of them that no others have had, the same on both sides"
-        )
-    return weights_revision(*_files_of(vllm_config, vllm_config.model_config))
-
-
-def _files_of(vllm_config: Any, model: Any) -> tuple[str, str | None, str | None]:
-    """Where a model's files are, as `weights_revision` takes it."""
-    return model.model, getattr(model, "revision", None), getattr(vllm_config.load_config, "download_dir", None)
+    return _weights_of(vllm_config.model_config, vllm_config.load_config, settings)
 
 
 def draft_name(vllm_config: Any, settings: Settings) -> str:
@@ -79,17 +67,52 @@ def draft_name(vllm_config: Any, settings: Settings) -> str:
     if (draft := draft_of(vllm_config)) is None:
         return ""
     model = draft.draft_model_config
-    named = settings.revision or weights_revision(*_files_of(vllm_config, model))
+    named = _weights_of(model, _draft_loading(vllm_config, draft), settings)
     length = "" if (most := getattr(draft, "max_model_len", None)) is None else f" to {most}"
     return f"{draft.method}{length} {fingerprint(model)} {named}"[:MAX_TEXT]
 
 
+def _weights_of(model: Any, loading: Any, settings: Settings) -> str:
+    """The name of a model's weights. `loading`: vLLM's load configuration of it."""
+    if settings.revision:
+        return settings.revision
+    if str(getattr(loading, "load_format", "")) == "dummy":
+        raise Unfit(
+            "load_format is dummy, so the model's files do not name the weights: set "
+            "kv_connector_extra_config.revision to a name of them that no others have had, the same on both sides"
+        )
+    return weights_revision(*_files_of(model, loading))
+
+
+def _draft_loading(vllm_config: Any, draft: Any) -> Any:
+    return getattr(draft, "draft_load_config", None) or vllm_config.load_config
+
+
+def _files_of(model: Any, loading: Any) -> tuple[str, str | None, str | None]:
+    """Where a model's files are, as `weights_revision` takes it. A draft model has a revision of its own: none is not
+    the model's, even where their files are the same."""
+    return model.model, getattr(model, "revision", None), getattr(loading, "download_dir", None)
+
+
 def kv_scales(vllm_config: Any) -> str:
-    """The name of the scales with which the KV cache is quantized: a hash over those in the weights' files. Empty where
-    it is not quantized, or the files have none: they are 1 then. Unfit where a file cannot be read."""
+    """The name of the scales with which the KV cache is quantized, a draft model's too: a hash over those in the
+    weights' files. Empty where it is not quantized, or the files have none: they are 1 then. Unfit where a file cannot
+    be read."""
     if not is_quantized(vllm_config.cache_config):
         return ""
-    model, revision, cache = _files_of(vllm_config, vllm_config.model_config)
+    found = _scales_of(*_files_of(vllm_config.model_config, vllm_config.load_config))
+    if (draft := draft_of(vllm_config)) is not None:
+        drafts = _scales_of(*_files_of(draft.draft_model_config, _draft_loading(vllm_config, draft)))
+        found |= {f"draft {name}": scale for name, scale in drafts.items()}
+    if not found:
+        return ""
+    total = hashlib.sha256()
+    for name in sorted(found):
+        total.update(f"{name}:{len(found[name])}\n".encode() + found[name])
+    return total.hexdigest()
+
+
+def _scales_of(model: str, revision: str | None, cache: str | None) -> dict[str, bytes]:
     folder = Path(model) if Path(model).is_dir() else downloaded(model, revision, cache)
     found: dict[str, bytes] = {}
     for file in [] if folder is None else sorted(folder.glob("*.safetensors")):
@@ -97,12 +120,7 @@ def kv_scales(vllm_config: Any) -> str:
             found |= scales_in(file)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unfit(f"the scales of the KV cache cannot be read in {file}: {error!r}") from error
-    if not found:
-        return ""
-    total = hashlib.sha256()
-    for name in sorted(found):
-        total.update(f"{name}:{len(found[name])}\n".encode() + found[name])
-    return total.hexdigest()
+    return found
 
 
 def scales_in(path: Path) -> dict[str, bytes]:

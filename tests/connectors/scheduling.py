@@ -87,12 +87,14 @@ class Daemon:
         return min(self.pages, len(digests) // DIGEST_BYTES)
 
 
-def decode(daemon: Daemon, per_page: int = 1, weights: str = "") -> DecodeScheduler:
-    return DecodeScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of, epoch=WeightsEpoch(lambda: weights))
+def decode(daemon: Daemon, per_page: int = 1, weights: str = "", *, looks_ahead: bool = False) -> DecodeScheduler:
+    epoch = WeightsEpoch(lambda: weights)
+    return DecodeScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of, epoch=epoch, looks_ahead=looks_ahead)
 
 
-def prefill(daemon: Daemon, per_page: int = 1, weights: str = "") -> PrefillScheduler:
-    return PrefillScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of, epoch=WeightsEpoch(lambda: weights))
+def prefill(daemon: Daemon, per_page: int = 1, weights: str = "", *, looks_ahead: bool = False) -> PrefillScheduler:
+    epoch = WeightsEpoch(lambda: weights)
+    return PrefillScheduler(Shape(BLOCK, per_page), daemon, keys_of=keys_of, epoch=epoch, looks_ahead=looks_ahead)
 
 
 def blocks(tokens: int) -> list[int]:

@@ -7,10 +7,12 @@ from random import Random
 
 import pytest
 
+from kvferry.client.requests import RequestName
 from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain
 from kvferry.radix.digests import chain_digests, tail_digest
 
 PAGE = 8
+ONE, OTHER = RequestName(bytes(16), 1), RequestName(bytes(15) + b"1", 1)
 
 
 @dataclass
@@ -21,6 +23,10 @@ class Source:
 def of_pages(start: int, end: int) -> list[int | str] | None:
     """Something else for every page but the third."""
     return None if start == 2 * PAGE else ["salt", start] if start == 0 else [start - end]
+
+
+def looking_ahead(source: Source, keys: KeysBetween | None = None, name: RequestName = ONE) -> AheadChain:
+    return AheadChain(source, PAGE, keys, None, name)
 
 
 def want(tokens: list[int], keys: KeysBetween | None) -> tuple[bytes, bytes]:
@@ -64,7 +70,7 @@ def test_tokens_that_are_not_there_are_not_hashed() -> None:
 @pytest.mark.parametrize("keys", [None, of_pages])
 def test_a_page_is_of_the_token_behind_it_where_its_kv_is(keys: KeysBetween | None) -> None:
     def named(tokens: list[int], count: int | None = None) -> list[bytes]:
-        digests = AheadChain(Source(tokens), PAGE, keys).pages(len(tokens) if count is None else count)
+        digests = looking_ahead(Source(tokens), keys).pages(len(tokens) if count is None else count)
         return [digests[i : i + 32] for i in range(0, len(digests), 32)]
 
     tokens = list(range(100, 100 + 3 * PAGE))
@@ -74,13 +80,24 @@ def test_a_page_is_of_the_token_behind_it_where_its_kv_is(keys: KeysBetween | No
     assert named([*tokens, 1], 2 * PAGE) == named([*tokens, 1])[:2]
 
 
+@pytest.mark.parametrize("keys", [None, of_pages])
+@pytest.mark.parametrize("other", [OTHER, RequestName(ONE.request_id, 2)])
+def test_a_page_that_ends_the_prompt_is_one_requests_alone(keys: KeysBetween | None, other: RequestName) -> None:
+    source = Source(list(range(3 * PAGE)))
+    ours, again, theirs = (looking_ahead(source, keys, name).prompt(3 * PAGE) for name in (ONE, ONE, other))
+    assert ours == again and ours.digests[:64] == theirs.digests[:64] and ours.digests[64:] != theirs.digests[64:]
+    source.all_token_ids += [7]
+    ours, theirs = (looking_ahead(source, keys, name).prompt(3 * PAGE + 1) for name in (ONE, other))
+    assert ours == theirs, "the page and what follows it are everybody's again"
+
+
 def test_a_page_that_ended_the_prompt_is_named_anew_when_the_request_goes_on() -> None:
     source = Source(list(range(2 * PAGE)))
-    chain = AheadChain(source, PAGE, None)
+    chain = looking_ahead(source)
     prompt = chain.prompt(2 * PAGE)
     assert chain.prompt(2 * PAGE) == prompt
     source.all_token_ids += list(range(50, 50 + PAGE))
-    assert chain.pages(3 * PAGE) == AheadChain(source, PAGE, None).pages(3 * PAGE)
+    assert chain.pages(3 * PAGE) == looking_ahead(source).pages(3 * PAGE)
     assert chain.pages(PAGE) == prompt.digests[:32] and chain.pages(2 * PAGE) != prompt.digests
     assert chain.prompt(2 * PAGE).digests == chain.pages(2 * PAGE)
 
@@ -90,7 +107,7 @@ def test_a_chain_that_looks_ahead_is_the_one_that_is_made_anew(keys: KeysBetween
     chosen = Random(5)
     for _ in range(100):
         source = Source()
-        chain = AheadChain(source, PAGE, keys)
+        chain = looking_ahead(source, keys)
         for _ in range(6):
             source.all_token_ids += [
                 chosen.randrange(1 << 17) for _ in range(chosen.choice([0, 1, PAGE - 1, PAGE, 20]))
@@ -98,5 +115,5 @@ def test_a_chain_that_looks_ahead_is_the_one_that_is_made_anew(keys: KeysBetween
             there = len(source.all_token_ids)
             count = chosen.choice([there, there // PAGE * PAGE, chosen.randint(0, there)])
             if chosen.randrange(2):
-                assert chain.pages(count) == AheadChain(source, PAGE, keys).pages(count)
-            assert chain.prompt(count) == AheadChain(source, PAGE, keys).prompt(count)
+                assert chain.pages(count) == looking_ahead(source, keys).pages(count)
+            assert chain.prompt(count) == looking_ahead(source, keys).prompt(count)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connectors.blocks import PoolPages
+from kvferry.connectors.blocks import BlockMap, PoolPages
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
@@ -312,6 +312,16 @@ def filled(layers: int, blocks: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+def pass_on(there: BlockMap, back: BlockMap, end: int) -> None:
+    """A prompt of `end` tokens in blocks 4, 1, 3 and 0, by a pool into blocks 1, 0, 2 and 3."""
+    memory = np.full(3 * there.page_bytes, 0xEE, np.uint8)
+    pool = PoolPages.of(memory, 3)
+    moved = there.places(pool, [2, 0], [4, 1, 3, 0], 0, end)
+    HostMover(there).to_pages(pool, moved, None, there.tail([2, 0], end))
+    assert (memory[there.page_bytes : 2 * there.page_bytes] == 0xEE).all(), "nobody's page"
+    HostMover(back).to_blocks(pool, back.places(pool, [2, 0], [1, 0, 2, 3], 0, end), None)
+
+
 def test_pages_of_several_caches_go_to_the_pool_and_back() -> None:
     """And behind the last token nothing is left, of the keys nor of their scales."""
     layers, config = 2, engine()
@@ -321,13 +331,7 @@ def test_pages_of_several_caches_go_to_the_pool_and_back() -> None:
     geometry = facts_of(config, group, Shape(TALL, 2), Settings("/s", revision="1")).geometry
     shape = Shape(TALL, 2)
     there, back = (block_map(each, group, shape, geometry, orders_of(config, group, each)) for each in (source, target))
-    memory = np.full(3 * geometry.page_bytes, 0xEE, np.uint8)
-    pool = PoolPages.of(memory, 3)
-    end = 2 * TALL + 70
-    moved = there.places(pool, [2, 0], [4, 1, 3, 0], 0, end)
-    HostMover(there).to_pages(pool, moved, None, there.tail([2, 0], end))
-    assert (memory[geometry.page_bytes : 2 * geometry.page_bytes] == 0xEE).all(), "nobody's page"
-    HostMover(back).to_blocks(pool, back.places(pool, [2, 0], [1, 0, 2, 3], 0, end), None)
+    pass_on(there, back, 2 * TALL + 70)
     for name, cache in source.items():
         got = target[name]
         assert all(torch.equal(got[b], cache[a]) for a, b in ((4, 1), (1, 0), (3, 2)))
@@ -355,6 +359,63 @@ def test_heads_with_an_indexer_beside_them() -> None:
     assert found.engine_layout == "vllm cuda HNC + vllm cuda MLA"
     own = rank_geometry(geometry, 4)
     assert [cache.kv_heads for cache in own.caches] == [1, 1]
+
+
+HEADS, KEYS = (
+    FullAttentionSpec(num_kv_heads=2, head_size=128, head_size_v=128, dtype=torch.bfloat16),
+    MLAAttentionSpec(head_size=128),
+)
+
+
+def heads_and_keys() -> tuple[SimpleNamespace, SimpleNamespace, KVGeometry]:
+    """One of two ranks, of two heads each, and its geometry."""
+    config, group = engine(ranks=2), together(("index", 2, KEYS), ("l", 3, HEADS))
+    config.model_config.get_total_num_kv_heads = lambda: 4
+    facts = facts_of(config, group, Shape(BLOCK, 2), Settings("/s", revision="1"))
+    return config, group, rank_geometry(facts.geometry, 2)
+
+
+def blocks_of_heads_and_keys(device: str = "cpu", *, outermost: str = "heads") -> dict[str, torch.Tensor]:
+    """Five blocks of each layer, as vLLM gives them: (block, head, token, key and value), in any order in memory."""
+    heads = {f"l.{i}": torch.randn((5, 2, BLOCK, 256), device=device).to(torch.bfloat16) for i in range(3)}
+    if outermost == "tokens":
+        heads = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in heads.items()}
+    return {f"index.{i}": torch.randn((5, BLOCK, 128), device=device).to(torch.bfloat16) for i in range(2)} | heads
+
+
+def test_blocks_of_heads_with_an_indexer_beside_them() -> None:
+    """A page has the heads first, whatever vLLM tells first; behind the last token nothing is left of either."""
+    config, group, own = heads_and_keys()
+    shape, source, target = Shape(BLOCK, 2), blocks_of_heads_and_keys(), blocks_of_heads_and_keys()
+    there, back = (block_map(each, group, shape, own, orders_of(config, group, each)) for each in (source, target))
+    heads, keys = there.caches
+    assert heads.bases.tolist() == [source[f"l.{i}"].data_ptr() for i in range(3)]
+    assert keys.bases.tolist() == [source[f"index.{i}"].data_ptr() for i in range(2)]
+    assert (heads.block_bytes, keys.block_bytes) == (BLOCK * 2 * 256 * 2, BLOCK * 128 * 2)
+    assert there.page_bytes == own.page_bytes
+    pass_on(there, back, 3 * BLOCK + 6)
+    for name, cache in source.items():
+        got, last = target[name], cache[0].clone()
+        last[..., 6:, :] = 0
+        assert all(
+            torch.equal(got[b], wanted) for b, wanted in ((1, cache[4]), (0, cache[1]), (2, cache[3]), (3, last))
+        )
+
+
+@pytest.mark.parametrize(("outermost", "runs"), [("heads", 2), ("tokens", 1)])
+def test_on_gpus_heads_that_are_outermost_have_a_run_each_and_the_indexers_keys_one(outermost: str, runs: int) -> None:
+    """A block's addresses are those of no memory here."""
+    config, group, own = heads_and_keys()
+    caches = blocks_of_heads_and_keys("meta", outermost=outermost)
+    found = block_map(caches, group, Shape(BLOCK, 2), own, orders_of(config, group, caches))
+    heads, keys = found.caches
+    block_bytes, key_bytes = BLOCK * 2 * 256 * 2, BLOCK * 128 * 2
+    assert heads.bases.tolist() == [run * block_bytes // runs for run in range(runs)] * 3
+    assert heads.strides.tolist() == [block_bytes] * 3 * runs
+    assert keys.bases.tolist() == [0] * 2 and keys.strides.tolist() == [key_bytes] * 2
+    assert (heads.block_bytes, keys.block_bytes) == (block_bytes // runs, key_bytes) and found.in_token_order
+    facts = facts_of(config, group, Shape(BLOCK, 2), Settings("/s", revision="1"))
+    assert with_head_runs(facts, config, found, own).geometry.head_runs == runs - 1
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm.caches import Unfit, draft_of
-from kvferry.connectors.vllm.facts import kv_heads_of
-from kvferry.connectors.vllm.weights import draft_name, fingerprint
-from tests.connectors.vllm.test_caches import FullAttentionSpec, MLAAttentionSpec, drafts, engine
+from kvferry.connectors.vllm.facts import facts_of, kv_heads_of
+from kvferry.connectors.vllm.weights import draft_name, fingerprint, kv_scales
+from kvferry.transfer.geometry.namespace import differences
+from tests.connectors.vllm.test_caches import (
+    BLOCK,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    drafts,
+    engine,
+    kv,
+    weights,
+    with_dtype,
+)
+from tests.connectors.vllm.test_facts import downloaded
 
 
 def with_settings(method: str, **settings: object) -> SimpleNamespace:
@@ -72,3 +85,45 @@ def test_on_several_ranks_a_draft_model_has_as_many_heads_as_the_model() -> None
     assert kv_heads_of(config, MLAAttentionSpec()) == 1, "every rank has all of it"
     config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 4
     assert kv_heads_of(config, FullAttentionSpec(num_kv_heads=1)) == 4
+
+
+def test_engines_whose_draft_models_have_other_scales_share_no_page(tmp_path: Path) -> None:
+    """Where `revision` names the weights, nothing else tells draft models of other files apart."""
+    folders = [weights(tmp_path / name, scale) for name, scale in (("a", 0.5), ("b", 0.5), ("c", 0.25))]
+    configs = [with_dtype("fp8_e4m3", draft=drafts("eagle3", folder)) for folder in folders]
+    shape, settings = Shape(BLOCK, 1), Settings("/s", revision="1")
+    facts = [facts_of(config, kv(FullAttentionSpec()), shape, settings) for config in configs]
+    assert facts[0].kv_scales and facts[0].id == facts[1].id
+    (difference,) = differences(facts[0], facts[2])
+    assert difference.field == "kv_scales"
+    assert kv_scales(engine(draft=drafts("eagle3", folders[0]))) == ""  # nothing is quantized
+    assert kv_scales(with_dtype("fp8_e4m3", folder=folders[0])) not in ("", facts[0].kv_scales)  # the model's, not its
+
+
+def test_a_draft_models_files_are_those_of_its_revision(tmp_path: Path) -> None:
+    """vLLM loads those of speculative_config.revision, from the folder of draft_load_config where there is one."""
+    for number, (branch, scale) in enumerate([("main", 0.5), ("v2", 0.25)]):
+        file = weights(tmp_path / branch, scale) / "model.safetensors"
+        downloaded(tmp_path / "cache", str(number) * 40, file.read_bytes(), branch)
+
+    def names(folder: object, revision: str | None = None) -> tuple[str, str]:
+        draft = drafts("eagle3", folder)
+        draft.draft_model_config.revision = revision
+        draft.draft_load_config = SimpleNamespace(load_format="auto", download_dir=str(tmp_path / "cache"))
+        config = with_dtype("fp8_e4m3", draft=draft)
+        config.model_config.revision = "main"  # a draft model has one of its own
+        return kv_scales(config), draft_name(config, Settings("/s"))
+
+    assert names("org/a") == names("org/a", "main") == names("org/a", "0" * 40) == names(tmp_path / "main")
+    assert names("org/a", "v2") == names("org/a", "1" * 40) == names(tmp_path / "v2")
+    assert not set(names("org/a")) & set(names("org/a", "v2"))
+    with pytest.raises(Unfit, match="no weight files of model 'org/a' were found"):
+        names("org/a", "v3")
+
+
+def test_a_draft_model_whose_weights_are_made_up_is_named_by_whoever_made_them(tmp_path: Path) -> None:
+    config = with_settings("eagle", draft_load_config=SimpleNamespace(load_format="dummy"))
+    config.speculative_config.draft_model_config.model = str(weights(tmp_path / "a", 0.5))
+    with pytest.raises(Unfit, match="load_format is dummy"):
+        draft_name(config, Settings("/s"))
+    assert draft_name(config, Settings("/s", revision="1")).endswith(" 1")

@@ -7,6 +7,7 @@ CACHES, WEIGHTS = "connectors/vllm/caches.py", "connectors/vllm/weights.py"
 SHAPES = ("tests/transfer/geometry/test_geometry.py",)
 SEVERAL = ("tests/daemon/memory/test_several_caches.py",)
 ENGINE = ("tests/connectors/vllm/test_caches.py",)
+DRAFT_MODELS = ("tests/connectors/vllm/test_drafts.py",)
 CHAIN = ("tests/connectors/test_prompt_chain.py",)
 
 GUARDS: tuple[Guard, ...] = (
@@ -173,6 +174,22 @@ GUARDS: tuple[Guard, ...] = (
         ENGINE,
     ),
     Guard(
+        "a draft model's scales name quantized pages, too",
+        WEIGHTS,
+        "kv_scales",
+        "(draft := draft_of(vllm_config)) is not None",
+        "(draft := None) is not None",
+        DRAFT_MODELS,
+    ),
+    Guard(
+        "a draft model's files are where its own load configuration has them",
+        WEIGHTS,
+        "_draft_loading",
+        'getattr(draft, "draft_load_config", None) or vllm_config.load_config',
+        "vllm_config.load_config",
+        DRAFT_MODELS,
+    ),
+    Guard(
         "a file whose scales cannot be read is told",
         WEIGHTS,
         "scales_in",
@@ -211,6 +228,22 @@ GUARDS: tuple[Guard, ...] = (
         '(*keys, ("next_token", self._source.all_token_ids[end]))',
         "keys or None",
         CHAIN,
+    ),
+    Guard(
+        "a page at a prompt's end is one request's",
+        "connectors/prompt_chain.py",
+        "AheadChain._with_next",
+        '(*keys, ("request", *self._name))',
+        "keys or None",
+        CHAIN,
+    ),
+    Guard(
+        "a page at a prompt's end is named by what both halves of the request know",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._chain",
+        "if params is None else params.name",
+        "",
+        ("tests/connectors/test_open_pages.py",),
     ),
     Guard(
         "a page at a prompt's end is named anew once the request goes on",

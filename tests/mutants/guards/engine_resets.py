@@ -92,7 +92,7 @@ GUARDS: tuple[Guard, ...] = (
         "what waits at a reset keeps its names of before",
         "connectors/scheduler_side.py",
         "SchedulerSide._renew",
-        "tracked.chain = self._chain(tracked.request)",
+        "tracked.chain = self._chain(tracked.request, tracked.params)",
         "pass",
         RESETS,
     ),
@@ -187,7 +187,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "random weights are taken for those of the files",
         "connectors/vllm/weights.py",
-        "revision_of",
+        "_weights_of",
         '== "dummy"',
         '== ""',
         FACTS,

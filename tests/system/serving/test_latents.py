@@ -29,6 +29,7 @@ CASES = [
     pytest.param("deepseek_v3", (1, 2), LATENT, marks=pytest.mark.nightly),
     pytest.param("deepseek_v3", (2, 4), LATENT, marks=pytest.mark.nightly),
     pytest.param("deepseek_v32", (1, 2), LATENT + INDEX, marks=pytest.mark.nightly),
+    pytest.param("deepseek_v32", (2, 1), LATENT + INDEX, marks=pytest.mark.nightly),
     pytest.param("deepseek_v32", (2, 4), LATENT + INDEX, marks=pytest.mark.nightly),
 ]
 

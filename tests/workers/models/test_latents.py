@@ -36,7 +36,7 @@ def prompt_of(seed: int, tokens: int) -> tuple[list[int], Prompt]:
     return words, Prompt(np.array(words, dtype=np.uint32), b"", b"")
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_a_model_says_from_pages_that_came_what_it_says_in_one_process(
     family: str, senders: int, receivers: int
