@@ -88,7 +88,9 @@ class HeldPrefixes:
         return found.index.held_pages(digests, self._namespace_id) if found is not None and found.lives else 0
 
     def look_in(self, namespace_id: bytes) -> None:
-        """It is another namespace than was thought. Does not wait."""
+        """The engine's workers say that this is its namespace. Does not wait."""
+        if namespace_id == self._namespace_id:
+            return
         self._request = worker_pb2.HeldRequest(role=self._request.role, namespace_id=namespace_id)
         self._namespace_id = namespace_id
         self._ask.set()

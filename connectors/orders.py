@@ -157,12 +157,14 @@ class News:
     first: Mapping[str, int] = field(default_factory=dict)  # of loads that end well: the reply's first token
     bad: frozenset[str] = frozenset()  # requests whose loads have not ended well, on some rank
     found: Mapping[str, int] = field(default_factory=dict)  # by prompt that waits: tokens that the daemon has of it now
+    namespace: bytes = b""  # of the engine's pages; empty: it is as it was
 
     def then(self, later: News) -> News:
         """Both: of one rank, one behind the other, or of two ranks."""
         sessions = {**self.sessions, **later.sessions}
         first, found = {**self.first, **later.first}, {**self.found, **later.found}
-        return News(self.failed | later.failed, sessions, first, self.bad | later.bad, found)
+        namespace = later.namespace or self.namespace
+        return News(self.failed | later.failed, sessions, first, self.bad | later.bad, found, namespace)
 
 
 @dataclass(slots=True)

@@ -71,6 +71,9 @@ class DaemonView(Protocol):
     def held_pages(self, digests: bytes) -> int:
         """The first pages of a prompt that the daemon can read just now."""
 
+    def look_in(self, namespace_id: bytes) -> None:
+        """Has the namespace that the engine's workers say."""
+
     def ask_again(self) -> None:
         """Asks for the daemon's name and bounds again: it may be another daemon."""
 
@@ -226,6 +229,8 @@ class SchedulerSide:
             self._sessions.update(news.sessions)
             if self._session:
                 self._view.ask_again()
+        if news.namespace:
+            self._view.look_in(news.namespace)
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True

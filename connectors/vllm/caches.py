@@ -95,11 +95,6 @@ def kinds_in(kv_cache_config: Any) -> tuple[CacheKind, ...]:
     return tuple(sorted(kinds, key=lambda kind: (kind.tensors == 1, -kind.spec.head_size, kind.dtype)))
 
 
-def has_unlike_caches(kv_cache_config: Any) -> bool:
-    """Whether the layers of its groups are told apart: the worker's half alone is told so."""
-    return any(type(group.kv_cache_spec).__name__ == SEVERAL for group in kv_cache_config.kv_cache_groups)
-
-
 def _specs(group: Any) -> dict[str, Any]:
     """The spec of each of the group's layers."""
     spec = group.kv_cache_spec

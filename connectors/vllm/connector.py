@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -39,7 +40,7 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm import facts as vllm_facts
 from kvferry.connectors.vllm import versions as vllm_versions
 from kvferry.connectors.vllm.block_ids import BlockIds, is_empty
-from kvferry.connectors.vllm.caches import Unfit, has_unlike_caches, looks_ahead
+from kvferry.connectors.vllm.caches import Unfit, looks_ahead
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats, counts_of
@@ -49,6 +50,7 @@ from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.connectors.worker_state import Moved
 from kvferry.proto import common_pb2
+from kvferry.transfer.geometry.namespace import NamespaceFacts
 
 if TYPE_CHECKING:
     import torch
@@ -86,10 +88,11 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class KVFerryNamespace(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The namespace of layers with unlike caches, which the scheduler's half is not told of."""
+class KVFerryFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A rank's facts. The scheduler's half cannot know them: there models have not been made, which may write into
+    their configuration, and of layers with unlike caches it is told one's."""
 
-    id: bytes
+    facts: NamespaceFacts
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -126,6 +129,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._first_tokens = 0  # that replies began with, and that vLLM has not been told of
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
+            # The namespace is a guess until the workers have said theirs.
             self._view = HeldPrefixes(
                 self._settings.socket, self._daemon_role, self._facts.id, timeout_s=self._settings.lookup_seconds
             )
@@ -150,11 +154,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
-        """Called once the workers have their caches, by rank."""
+        """Called once the workers have their caches, before the first step, by rank. Unfit where ranks differ."""
         assert self._view is not None, "this is the worker's half"
-        for told in metadata.values():
-            if isinstance(told, KVFerryNamespace):
-                self._view.look_in(told.id)
+        told = {rank: each.facts for rank, each in metadata.items() if isinstance(each, KVFerryFacts)}
+        if told:
+            self._view.look_in(vllm_facts.agreed(told).id)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
@@ -289,11 +293,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
         self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)
         self._worker.start()
+        if rank is None or rank.rank == 0:
+            self._worker.reports.add_news(News(namespace=self._facts.id))
         self._workers[self._engine] = self._worker
 
-    def get_handshake_metadata(self) -> KVFerryNamespace | None:
-        unlike = has_unlike_caches(self._kv_cache_config)
-        return KVFerryNamespace(self._facts.id) if unlike else None
+    def get_handshake_metadata(self) -> KVFerryFacts | None:
+        """None beside other connectors, where the first step's news say the namespace: MultiConnector hands one's word
+        to all, and NixlConnector fails at another's."""
+        return KVFerryFacts(self._facts) if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvferry.connectors.vllm.weights import draft_name, fingerprint, kv_scales, 
 from kvferry.proto import common_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
-from kvferry.transfer.geometry.namespace import NamespaceFacts
+from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
 DEVICES = ("cpu", "cuda")
@@ -114,6 +114,20 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
         kv_scales=kv_scales(vllm_config),
         speculative=draft_name(vllm_config, settings),
     )
+
+
+def agreed(told: Mapping[int, NamespaceFacts]) -> NamespaceFacts:
+    """The facts of all ranks of an engine, by rank. Unfit names what is not the same on all."""
+    first = told[0]
+    for rank, facts in sorted(told.items()):
+        if unlike := "; ".join(
+            f"{each.field} is {each.theirs}, {each.ours} on rank 0" for each in differences(first, facts)
+        ):
+            raise Unfit(
+                f"on rank {rank} {unlike}: give all ranks of an engine the same files of the model, the same vLLM and "
+                "the same kvferry"
+            )
+    return first
 
 
 def _geometry_of(vllm_config: Any, kinds: Sequence[CacheKind], page_size: int) -> KVGeometry:

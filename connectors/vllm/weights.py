@@ -26,13 +26,13 @@ _KV_SCALE = re.compile(
 )
 _LONGROPE = ("longrope", "su")
 _WRITTEN_BY_WHOEVER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-_WRITTEN_BY_MODELS = ("target_layer_count", "max_model_len")  # when a worker makes one: EAGLE3's, MiniMax M2
+_SET_FOR_AN_ENGINE = ("max_model_len",)  # MiniMax M2 writes it down; it may be another on the pair's other side
 _log = logging.getLogger(__name__)
 
 
 def fingerprint(model_config: Any) -> str:
     config = dict(model_config.hf_config.to_dict())
-    for key in (*_WRITTEN_BY_WHOEVER, *_WRITTEN_BY_MODELS):
+    for key in (*_WRITTEN_BY_WHOEVER, *_SET_FOR_AN_ENGINE):
         config.pop(key, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     quantization = getattr(model_config, "quantization", None) or "plain"

@@ -109,8 +109,9 @@ def check_alike(hellos: Sequence[wire.WorkerHello]) -> None:
     """RequestError where the ranks of one engine do not say the same of it."""
     first = hellos[0]
     for rank, hello in enumerate(hellos[1:], 1):
-        if hello.facts != first.facts:
-            raise invalid(f"facts: those of rank {rank} are not those of rank 0")
+        names = [each.name for each in first.facts.DESCRIPTOR.fields]
+        if unlike := [name for name in names if getattr(hello.facts, name) != getattr(first.facts, name)]:
+            raise invalid(f"facts: those of rank {rank} are not those of rank 0: {', '.join(unlike)}")
         for name in ("pages", "storage", "block_tokens", "stows"):
             own, other = getattr(hello.pool, name), getattr(first.pool, name)
             if own != other:

@@ -210,7 +210,7 @@ def unlike(rank: int) -> wire.WorkerHello:
 @pytest.mark.parametrize(
     ("hellos", "match"),
     [
-        ([unlike(rank) for rank in range(RANKS)], "facts: those of rank 2 are not those of rank 0"),
+        ([unlike(rank) for rank in range(RANKS)], "facts: those of rank 2 are not those of rank 0: model$"),
         ([hello(0, pages=8), hello(1, pages=9), hello(2, pages=8)], r"pool\.pages is 9 of rank 1, 8 of rank 0"),
         ([stowing(rank) for rank in range(RANKS)], r"pool\.stows is False of rank 1, True of rank 0"),
         ([hello(0), hello(1), wire.WorkerHello(pool=wire.EnginePool(), rank=hello(2).rank)], "ranks 0 and 2 one alone"),
