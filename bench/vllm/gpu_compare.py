@@ -1,13 +1,13 @@
 """vLLM as it is compiled, on GPUs: one alone, a pair with its own NixlConnector, and a pair joined by kvferry, by way
 of its daemons' pools ("kvferry") or straight from block to block ("blocks"); "first" and "first-blocks" are these with
 replies that begin with the prefill server's first token, and "at-once" the latter with a front end that streams it as
-soon as prefill answers (--first-token prefill). Each is behind kvferry's front end, with the same flags and
-the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at decode, with
-as much host memory as kvferry's host tier: where there is one, `--decode-cache host`.
+soon as prefill answers (--first-token prefill), "back" the same with --way-back auto. Each is behind kvferry's front
+end, with the same flags and the same load. "offload" is NixlConnector with vLLM's OffloadingConnector beside it at
+decode, with as much host memory as kvferry's host tier: where there is one, `--decode-cache host`.
 
 VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/part.json [--at-once 1 4 32 64] \\
     [--tokens-out 16 128] [--decode-cache all half third host] [--visits 2]
-    [--systems alone nixl offload kvferry blocks first first-blocks at-once] [--ranks 2:2]
+    [--systems alone nixl offload kvferry blocks first first-blocks at-once back] [--ranks 2:2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
@@ -15,7 +15,8 @@ itself and none is always the first. With `--together`, where GPU memory has roo
 but for the one that is asked: they differ less in what the machine does meanwhile. `--decode-cache`: the share of one
 round's tokens that the decode engine's blocks hold; `host` is a third, and kvferry's host tier. The working set is that
 of the largest `--at-once` of a call. Cells are measured with young caches and, with `--wrap`, once more when twice as
-many tokens as they hold have passed. A run is appended to `--output`; a call may hold any part of the cells.
+many tokens as they hold have passed; with `--cold`, once more where prefill's engine forgets all before each turn. A
+run is appended to `--output`; a call may hold any part of the cells.
 
 Behind each cell's table stands where the milliseconds to the first token are, in the mean: rows follow each other and
 sum to TTFT. "front end" is what is outside of the servers, the servers' own are what is neither queue nor steps;
@@ -39,16 +40,18 @@ from pathlib import Path
 from typing import Any
 
 import gpu_tables
+import httpx
 import psutil
 from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
 from engine_threads import descendants
 from gpu_tables import SYSTEMS, Key
-from gpu_turns import Measured, Shape, drive, median
+from gpu_turns import Measured, Shape, drive, median, nothing, settled
 from rank_devices import devices_of
 from rich.console import Console
 
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
+FORGET_TRIES = 20
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
 
 
@@ -77,10 +80,11 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
 
 
 def spec_for(system: str, spec: Spec) -> Spec:
-    if system.startswith("first") or system == "at-once":
+    if system.startswith("first") or system in ("at-once", "back"):
         spec = replace(spec, decode_flags=SCHEDULER)
-    if system == "at-once":
-        return replace(spec, pool="engine", first_token="prefill")
+    if system in ("at-once", "back"):
+        back = ("--way-back", "auto") if system == "back" else ()
+        return replace(spec, pool="engine", first_token="prefill", daemon_flags=back)
     if system.endswith("blocks"):
         return replace(spec, pool="engine")
     if system == "offload":
@@ -157,12 +161,23 @@ class Running:
         self.cluster = cluster
         self.url = start(cluster, system)
 
+    async def forget(self, client: httpx.AsyncClient) -> None:
+        """Empties the cache of the engine that computes prompts. RuntimeError."""
+        name = "alone" if self.system == "alone" else "prefill"
+        for _ in range(FORGET_TRIES):  # vLLM refuses while a block is still held
+            await settled()
+            answer = await client.post(self.cluster.engines[name].url + "/reset_prefix_cache")
+            if answer.status_code == httpx.codes.OK and answer.json() == {"success": True}:
+                return
+        raise RuntimeError(f"{self.system}: {name}'s cache is not empty: {answer.status_code} {answer.text}")
+
     def cell(self, key: Key, args: argparse.Namespace) -> dict[str, Any]:
         """Measured once, as a row."""
         rounds = max(1, round(args.requests / (key.at_once * (args.turns - 1))))
         shape = Shape(args.first, args.more, args.turns, key.output)
         before, began = cpu_seconds(self.cluster), time.monotonic()
-        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds))
+        between = self.forget if key.state == "cold" else nothing
+        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds, between))
         seconds = time.monotonic() - began
         cores = {name: (each - before.get(name, 0)) / seconds for name, each in cpu_seconds(self.cluster).items()}
         row = {"system": self.system, "key": asdict(key), "got": asdict(got)}
@@ -187,7 +202,7 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
 def measure(there: list[Running], cache: str, args: argparse.Namespace, console: Console, visits: int) -> None:
     """The cells of systems that are up, which are asked by turns; each row is kept as it comes."""
     each_token = token_bytes(model_folder())
-    for state in ("young", "wrapped") if args.wrap else ("young",):
+    for state in ("young", *(["wrapped"] if args.wrap else []), *(["cold"] if args.cold else [])):
         if state == "wrapped":
             for each in there:
                 wrap(each.cluster, each.url, each.spec, args, each_token)
@@ -205,6 +220,8 @@ def measure(there: list[Running], cache: str, args: argparse.Namespace, console:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(width=170)
+    if args.cold:
+        os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     if "offload" in args.systems and args.decode_cache != ["host"]:
         print(f"--systems has offload, --decode-cache is {args.decode_cache}; it must be host")
@@ -261,6 +278,7 @@ def main() -> int:
     runs.add_argument("--visits", type=int, default=2, help="of each system")
     runs.add_argument("--requests", type=int, default=200, help="of a cell, in each visit, about")
     runs.add_argument("--wrap", action="store_true")
+    runs.add_argument("--cold", action="store_true", help="also with nothing kept by prefill's engine between turns")
     runs.add_argument("--together", action="store_true", help="all systems are up at once, and asked by turns")
     runs.add_argument("--first", type=int, default=8192, metavar="TOKENS")
     runs.add_argument("--more", type=int, default=512, metavar="TOKENS")

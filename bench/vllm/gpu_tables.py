@@ -14,7 +14,7 @@ from gpu_turns import STAGES, Measured, median
 from rich.console import Console
 from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", "at-once")
+SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", "at-once", "back")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Key:
     """Of a cell."""
 
     cache: str
-    state: str  # of the caches: "young" or "wrapped"
+    state: str  # of the caches: "young", "wrapped", or "cold", prefill's emptied before each turn
     at_once: int
     output: int
     ranks: str = "1:1"  # tensor-parallel, of prefill and of decode
@@ -117,6 +117,8 @@ def sums_of(visits: list[Visit]) -> Row:
         "/s": spread([value for got in all_got for value in got.per_second]),
         "MiB each": f"{moved / answers / (1 << 20):.1f}",
         "D hits": f"{sum(told.get('D hit tokens', [])) / answers:.0f}",
+        "P computed": f"{sum(told['P computed']) / answers:.0f}" if "P computed" in told else "-",
+        "fetched": f"{fetched / answers:.0f}" if (fetched := sum(told.get("kvferry fetched", []))) else "-",
     }
 
 
@@ -146,7 +148,7 @@ def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str
 
     One vLLM: queue and prefill are D's. Legs in series: all of prefill's stand before decode's. Legs at once: decode's
     load runs beside prefill's queue and prefill, and the hand-off is what it takes beyond them; where the front end
-    streams prefill's token ("at-once"), decode has no part in it."""
+    streams prefill's token ("at-once", "back"), decode has no part in it."""
     queue, prefill, end = (told.get(f"P {name}", 0.0) for name in ("queue", "prefill", "e2e"))
     waited, first = told.get("D queue", 0.0), told.get("D prefill", 0.0)
     found = {"P queue": queue, "P prefill": prefill, "D first step": first}
@@ -155,7 +157,7 @@ def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str
         found |= {"D front end": front, "D queue": waited}
     elif "load" not in told:
         found |= {"P front end": end - queue - prefill, "D front end": front, "D queue": waited}
-    elif system == "at-once":
+    elif system in ("at-once", "back"):
         found |= {"P front end": end - queue - prefill, "D first step": 0.0}
     else:
         hand_off = told["load"] - queue - prefill

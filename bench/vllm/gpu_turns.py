@@ -9,7 +9,7 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -49,6 +49,7 @@ COUNTERS = {
     "kvferry load seconds": ("decode", "kvferry_load_seconds_total"),
     "kvferry failed": ("decode", "kvferry_failed_total"),
     "D hit tokens": ("decode", "prefix_cache_hits_total"),
+    "P computed": ("prefill", "request_prefill_kv_computed_tokens_sum"),
 }
 
 
@@ -120,8 +121,19 @@ def body_of(prompt: list[int], output: int) -> bytes:
     return json.dumps({**asked, "max_tokens": output, "prompt": prompt}).encode()
 
 
-async def drive(cluster: Cluster, url: str, at_once: int, shape: Shape, rounds: int) -> Measured:
-    """`at_once` chats side by side, turn by turn; other ones in each round."""
+async def nothing(client: httpx.AsyncClient) -> None:
+    """Between two turns."""
+
+
+async def drive(
+    cluster: Cluster,
+    url: str,
+    at_once: int,
+    shape: Shape,
+    rounds: int,
+    between: Callable[[httpx.AsyncClient], Awaitable[None]] = nothing,
+) -> Measured:
+    """`at_once` chats side by side, turn by turn, with `between` awaited between two; other chats in each round."""
     done, ids = Measured(), random.Random(secrets.randbits(64))
     async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False) as client:
         for _ in range(rounds):
@@ -130,6 +142,8 @@ async def drive(cluster: Cluster, url: str, at_once: int, shape: Shape, rounds: 
             for turn in range(shape.turns):
                 if turn == 1:
                     before = await said(client, cluster)
+                if turn:
+                    await between(client)
                 bodies = [body_of(chat, shape.output) for chat in chats]
                 began = time.perf_counter()
                 answers = await asyncio.gather(*(ask(client, url, *each) for each in zip(chats, bodies, strict=True)))
@@ -176,6 +190,7 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
             for used in stats.copies.strategies:
                 add(found, f"copied {used.strategy}", used.bytes)
         daemons = {daemon: cluster.stats(daemon) for daemon in cluster.daemons}
+        found["kvferry fetched"] = sum(told.way_back.fetched_tokens for told in daemons.values())
         for name, (role, stage) in STAGES.items():
             stages = [
                 each

@@ -25,9 +25,15 @@ STEER: Fields = {
     },
 }
 CALL = '[a-z]{1,5}<tool_call>\\{"name": "steer", "arguments": \\{"to": "(port|starboard)"\\}\\}</tool_call>'
+CALL_RULES = (
+    'root ::= [a-z]{1,5} "<tool_call>{\\"name\\": \\"steer\\", \\"arguments\\": {\\"to\\": \\"" '
+    '("port" | "starboard") "\\"}}</tool_call>"'
+)
+"""CALL as a grammar."""
 ENDS: Fields = {"temperature": 0.9, "ignore_eos": False, "max_tokens": 40}
 NUMBERS: Fields = {"return_tokens_as_token_ids": True}
 LETTERS: Fields = {"regex": "[a-z]{3} [0-9]{2}"}
+LETTER_RULES: Fields = {"grammar": 'root ::= [a-z]{3} " " [0-9]{2}'}
 SCHEMA = {"type": "object", "properties": {"left": {"enum": [1, 2, 3]}}, "required": ["left"]}
 THINKS: Fields = {"temperature": 0.9, "ignore_eos": False, "max_tokens": 16, "logit_bias": {"4": 4.0}}
 """Token 4 of `model_of_few_tokens` ends a thought."""
@@ -55,6 +61,13 @@ WAYS: dict[str, Callable[[int], Fields]] = {
     "a pattern": lambda number: {**ENDS, "seed": number, "structured_outputs": LETTERS},
     "a schema": lambda number: {**ENDS, "seed": number, "structured_outputs": {"json": SCHEMA}},
     "may call": lambda number: {**ENDS, "seed": number, "tools": [STEER], "structured_outputs": {"regex": CALL}},
+    "a grammar": lambda number: {**ENDS, "seed": number, "structured_outputs": LETTER_RULES},
+    "calls by grammar": lambda number: {
+        **ENDS,
+        "seed": number,
+        "tools": [STEER],
+        "structured_outputs": {"grammar": CALL_RULES},
+    },
     "must call": lambda number: {**ENDS, "max_tokens": 80, "seed": number, "tools": [STEER], "tool_choice": "required"},
 }
 THOUGHTS: dict[str, Callable[[int], Fields]] = {
