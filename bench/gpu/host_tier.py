@@ -5,7 +5,7 @@
 
 Daemon: `kvferry serve --role decode` with a tier of --gib and without one, by turns: seconds until it is ready, until
 its first worker has a pool, and from then until the first part of the tier may be used and until all may; its memory.
-Before it --new-memory GiB, which are kept, are written for the first time: as fast as the machine gives new memory.
+Before it --new-memory GiB, which are kept, are had for the first time, by turns as a tier has them and by writing.
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
 standstill of the event loop meanwhile, what lies in huge pages, and what the driver takes to allocate pinned memory
@@ -31,6 +31,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -282,18 +283,22 @@ async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> N
 
 
 def new_memory(nbytes: int) -> mmap.mmap:
-    """Written GiB by GiB by as many threads as make a tier; new where nobody has had it since the machine began."""
+    """Taken GiB by GiB, by turns as a tier takes it and written by as many threads; new where nobody has had it since
+    the machine began."""
     memory = populate.reserve(nbytes)
-    rates = []
+    spent: dict[str, list[float]] = {"taken": [], "written": []}
     with ThreadPoolExecutor(populate.THREADS) as threads:
-        for part in np.split(np.frombuffer(memory, np.uint8), nbytes // GIB):
+        for number, part in enumerate(np.split(np.frombuffer(memory, np.uint8), nbytes // GIB)):
+            name = ("taken", "written")[number % 2]
             began = time.perf_counter()
-            for _ in threads.map(lambda piece: piece.fill(1), np.array_split(part, 4 * populate.THREADS)):
-                pass
-            rates.append(1 / (time.perf_counter() - began))
-    mean = len(rates) / sum(1 / rate for rate in rates)
-    told = " ".join(f"{rate:.0f}" for rate in rates)
-    print(f"{len(rates)} GiB of memory are written for the first time at {mean:.1f} GiB/s: {told}", flush=True)
+            if name == "taken":
+                populate.populate(part.data)
+            else:
+                deque(threads.map(lambda piece: piece.fill(1), np.array_split(part, 4 * populate.THREADS)), 0)
+            spent[name].append(time.perf_counter() - began)
+    for name, times in spent.items():
+        told = " ".join(f"{1 / seconds:.0f}" for seconds in times)
+        print(f"new memory, every second GiB {name}: {len(times) / sum(times):.1f} GiB/s: {told}", flush=True)
     return memory
 
 
@@ -403,7 +408,7 @@ def main() -> None:
         "--buffers", nargs="+", type=buffers_of, default=[None], help="each way, or restores+spills, x their MiB"
     )
     parser.add_argument("--rounds", type=int, default=2, help="of daemons that are started, with a tier and without")
-    parser.add_argument("--new-memory", type=int, default=0, metavar="GIB", help="written before them")
+    parser.add_argument("--new-memory", type=int, default=0, metavar="GIB", help="had before them, 2 or more")
     parser.add_argument("--device", default="cuda:0", help="of those daemons")
     parser.add_argument("--decode-steps", action="store_true", help="only steps, until stdin ends")
     args = parser.parse_args()
