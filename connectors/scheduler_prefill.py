@@ -86,8 +86,9 @@ class PrefillScheduler(SchedulerSide):
         elif tracked.waits:
             tracked.waits = False
             if tracked.found != UNKNOWN:  # what the daemon had itself was not fetched
-                lacking = self._most(tracked) - max(tracked.held, tracked.near)
-                self._worth.waited(lacking, brought=external > 0 and tracked.found > tracked.near)
+                had = max(tracked.held, tracked.near)
+                if (lacking := self._most(tracked) - had) > 0:
+                    self._worth.waited(lacking, max(0, tracked.found - had) if external else 0)
             if external:
                 tracked.loading = True
                 self._orders.append(Fill(request.request_id, start, end, self._blocks(blocks, 0, start), own))

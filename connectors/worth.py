@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-TRY_AGAIN = 16  # prompts that were not held up, behind which half as much is enough
+LEAST = 0.1  # of the tokens that are lacking: such a share is to come, in the mean
+LAST = 0.25  # weight of the last prompt in the mean
+TRY_AGAIN = 16  # prompts that were not held up, behind which one is
 
 
 class Worth:
-    """How much a prompt must lack to be held up for what may be fetched, by what that has brought so far: each wait
-    costs at least a step of the engine, for nothing where decode has no more, or cannot say so in time."""
+    """Whether a prompt is to wait for what may be fetched. A wait for nothing (decode has no more, or cannot say so in
+    time) costs a step of the engine or a few percent of the prompt's own time, so one that brings all pays for many.
+    Prompts that lack about as much, by powers of two, are judged together: an engine that keeps its chats lacks little
+    of each, again and again, which nobody has; now and then it lacks a whole chat."""
 
     def __init__(self) -> None:
-        self._least = 0
-        self._passed = 0  # prompts, since `_least` changed
+        self._brought: dict[int, float] = {}  # mean shares of what was lacking, by the bits of its number
+        self._passed: dict[int, int] = {}  # prompts that were not held up since one was
 
     def hold_up(self, lacking: int) -> bool:
         """Decides on a prompt that lacks so many tokens; one that is not held up is counted."""
-        if lacking >= self._least:
+        size = lacking.bit_length()
+        if self._brought.get(size, 1.0) >= LEAST:
             return True
-        self._passed += 1
-        if self._passed >= TRY_AGAIN:
-            self._least, self._passed = self._least // 2, 0
-        return False
+        passed = self._passed.get(size, 0)
+        self._passed[size] = (passed + 1) % (TRY_AGAIN + 1)
+        return passed == TRY_AGAIN
 
-    def waited(self, lacking: int, *, brought: bool) -> None:
-        """A prompt was held up, and something of it was fetched, or nothing."""
-        self._least = min(self._least, lacking // 2) if brought else max(self._least, 2 * lacking)
-        self._passed = 0
+    def waited(self, lacking: int, brought: int) -> None:
+        """A prompt that lacked so many tokens, one at least, was held up, and so many of them were fetched."""
+        size = lacking.bit_length()
+        before = self._brought.get(size, 1.0)
+        self._brought[size] = before + LAST * (brought / lacking - before)

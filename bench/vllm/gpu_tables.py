@@ -71,6 +71,7 @@ EARLY = ("2nd", "3rd", "4th")
 def tables(key: Key, systems: dict[str, list[Visit]]) -> list[Table]:
     there = {system: systems[system] for system in SYSTEMS if system in systems}
     restored = {name: row for name, visits in there.items() if (row := restores_of(visits))}
+    chosen = {name: choices_of(visits) for name, visits in there.items()}
     steps = {name: steps_row(name, visits, key.decode_ranks) for name, visits in there.items()}
     return [
         shown(f"{key}: turns 2 and later", {name: sums_of(visits) for name, visits in there.items()}),
@@ -79,6 +80,7 @@ def tables(key: Key, systems: dict[str, list[Visit]]) -> list[Table]:
         *([shown("steps to the first token, mean ms", steps)] if any(steps.values()) else []),
         shown("mean parts, ms", {name: parts_of(visits) for name, visits in there.items()}),
         *([shown("restored from the host tier", restored)] if restored else []),
+        *([shown("prompts that lacked pages", chosen)] if any(chosen.values()) else []),
         shown("GPU memory, processors", {name: processes_of(visits) for name, visits in there.items()}),
     ]
 
@@ -207,6 +209,12 @@ def restores_of(visits: list[Visit]) -> Row:
     copied = {name.removeprefix("copied "): sum(each) for name, each in told.items() if name.startswith("copied ")}
     shares = {name: f"{100 * each / sum(copied.values()):.0f} %" for name, each in copied.items() if each}
     return {"GiB": f"{nbytes / (1 << 30):.1f}", "seconds": f"{seconds:.1f}", **shares}
+
+
+def choices_of(visits: list[Visit]) -> Row:
+    """What the prefill daemons chose, with the way back."""
+    sums = {name.removeprefix("way back "): sum(each) for name, each in told_by(visits).items() if "way back" in name}
+    return {name: f"{count:.0f}" for name, count in sums.items() if count}
 
 
 def write_table(args: argparse.Namespace) -> int:

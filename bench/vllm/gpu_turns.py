@@ -190,7 +190,10 @@ async def said(client: httpx.AsyncClient, cluster: Cluster) -> dict[str, float]:
             for used in stats.copies.strategies:
                 add(found, f"copied {used.strategy}", used.bytes)
         daemons = {daemon: cluster.stats(daemon) for daemon in cluster.daemons}
-        found["kvferry fetched"] = sum(told.way_back.fetched_tokens for told in daemons.values())
+        for told in daemons.values():
+            add(found, "kvferry fetched", told.way_back.fetched_tokens)
+            for choice in told.way_back.choices:
+                add(found, f"way back {choice.reason}", choice.count)
         for name, (role, stage) in STAGES.items():
             stages = [
                 each

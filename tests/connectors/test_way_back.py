@@ -91,18 +91,19 @@ def asked(side: PrefillScheduler, name: str, fetched: int | None) -> bool:
 
 def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    held_up = [asked(side, f"{number}", fetched=0) for number in range(3 * TRY_AGAIN)]
-    assert held_up[0] and held_up.count(True) == 3 and side.counts.waits == 3
-    assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(4))
+    held_up = [asked(side, f"{number}", fetched=0) for number in range(60)]
+    assert held_up[:9] == [True] * 9 and held_up[9:26] == [False] * TRY_AGAIN + [True]
+    assert held_up.count(True) == side.counts.waits == 12
+    assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(20))
     forced = prefill(Daemon(fetch_tokens=1))  # --way-back always
-    assert all(asked(forced, f"{number}", fetched=0) for number in range(4))
+    assert all(asked(forced, f"{number}", fetched=0) for number in range(20))
 
 
-def test_what_the_daemon_had_itself_was_not_worth_a_wait() -> None:
+@pytest.mark.parametrize("pages", [2, 3])
+def test_what_the_daemon_had_itself_was_not_worth_a_wait(pages: int) -> None:
     side = prefill(Daemon(fetch_tokens=16, pages=2))
-    assert asked(side, "a", fetched=2 * BLOCK) and not asked(side, "b", fetched=2 * BLOCK)
-    side = prefill(Daemon(fetch_tokens=16, pages=2))
-    assert asked(side, "a", fetched=3 * BLOCK) and asked(side, "b", fetched=3 * BLOCK)
+    held_up = [asked(side, f"{number}", fetched=pages * BLOCK) for number in range(20)]
+    assert all(held_up) == (pages == 3)
 
 
 def test_a_daemon_that_fell_silent_says_nothing_of_what_is_worth_a_wait() -> None:
@@ -115,13 +116,28 @@ def test_a_daemon_that_fell_silent_says_nothing_of_what_is_worth_a_wait() -> Non
     assert asked(side, "b", fetched=40)
 
 
-def test_a_prompt_that_lacks_much_more_is_worth_a_wait() -> None:
+def test_chats_whose_first_turns_bring_nothing_are_worth_a_wait() -> None:
     worth = Worth()
-    assert worth.hold_up(300)
-    worth.waited(300, brought=False)
-    assert not worth.hold_up(300) and not worth.hold_up(599) and worth.hold_up(600)
-    worth.waited(600, brought=True)
-    assert worth.hold_up(300) and not worth.hold_up(299)
+    for number in range(400):
+        assert worth.hold_up(9000)
+        worth.waited(9000, 8900 if number % 4 else 0)
+
+
+def test_what_a_kept_chat_lacks_says_nothing_of_a_chat_that_is_lost() -> None:
+    worth = Worth()
+    for _ in range(20):
+        if worth.hold_up(500):
+            worth.waited(500, 0)
+    assert not worth.hold_up(500) and worth.hold_up(9000)
+
+
+def test_a_wait_that_pays_after_many_that_did_not_is_followed_by_others() -> None:
+    worth = Worth()
+    for _ in range(9):
+        worth.waited(9000, 0)
+    assert [worth.hold_up(9000) for _ in range(TRY_AGAIN + 1)] == [False] * TRY_AGAIN + [True]
+    worth.waited(9000, 8900)
+    assert worth.hold_up(9000) and worth.hold_up(9000)
 
 
 @pytest.mark.parametrize(

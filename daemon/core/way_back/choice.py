@@ -19,9 +19,10 @@ LEAST_SHARE = 0.25  # or such a share of the estimate of computing: the first on
 FORCED_SECONDS = 1.0  # with ALWAYS: for the Ask at most
 LEAST_SECONDS, MOST_SECONDS = 5.0, 60.0  # with ALWAYS: for a fetch, however loaded its host, or slow its session was
 TOKENS_PER_SECOND = 10_000.0  # of an engine of which nothing was measured
-BYTES_PER_SECOND = 1e9  # of a session, likewise
+BYTES_PER_SECOND = 50e9  # of a session, likewise: fast enough for a first fetch, which tells, and has little time
 ROUND_TRIP_SECONDS = 0.002  # in every estimate of a fetch
-RATE_SECONDS = 60.0  # a rate is believed for so long
+RATE_SECONDS = 60.0  # a rate is believed for so long,
+SLOW_TIMES = 16  # and one that is too slow so often: a session's first fetch may be, and little time is lost
 WINDOW_SECONDS = 10.0  # of computing, in which what was measured before loses half of its weight
 
 # What became of a prompt of which pages were lacking: fetched, or computed and why.
@@ -89,6 +90,7 @@ class _Rate:
     nbytes: float
     seconds: float
     at: float
+    refused: int = 0  # prompts since then, for which it is too slow
 
 
 class SessionRates:
@@ -98,14 +100,24 @@ class SessionRates:
         self._rates: dict[int, _Rate] = {}
 
     def measured(self, session: int, nbytes: int, seconds: float, now: float) -> None:
+        """A fetch brought so many bytes, its round trip among the seconds."""
         rate = self._rates.setdefault(session, _Rate(0.0, 0.0, now))
-        rate.nbytes, rate.seconds, rate.at = rate.nbytes / 2 + nbytes, rate.seconds / 2 + seconds, now
+        moving = max(seconds - ROUND_TRIP_SECONDS, seconds / 2)
+        rate.nbytes, rate.seconds, rate.at = rate.nbytes / 2 + nbytes, rate.seconds / 2 + moving, now
+        rate.refused = 0
 
     def bytes_per_second(self, session: int, now: float) -> float:
         rate = self._rates.get(session)
         if rate is None or rate.seconds <= 0 or now - rate.at > RATE_SECONDS:
             return BYTES_PER_SECOND
         return max(1.0, rate.nbytes / rate.seconds)
+
+    def too_slow(self, session: int) -> bool:
+        """Whether one that is too slow for a prompt is not tried all the same; the prompt is counted."""
+        if (rate := self._rates.get(session)) is None:
+            return True
+        rate.refused += 1
+        return rate.refused <= SLOW_TIMES
 
     def forget(self, session: int) -> None:
         self._rates.pop(session, None)
@@ -169,7 +181,7 @@ class Judge:
             return self.count(Choice(FETCH, min(seconds, MOST_SECONDS)))
         if tokens < LEAST_TOKENS:
             return self.count(Choice(FEW))
-        if MARGIN * self.fetch_seconds > self.compute_seconds:
+        if MARGIN * self.fetch_seconds > self.compute_seconds and self.rates.too_slow(session):
             return self.count(Choice(SLOW))
         patient = max(MOST_TIMES * self.fetch_seconds, LEAST_SHARE * self.compute_seconds)
         return self.count(Choice(FETCH, min(self.compute_seconds, patient)))

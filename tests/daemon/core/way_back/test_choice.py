@@ -17,6 +17,7 @@ from kvferry.daemon.core.way_back.choice import (
     RATE_SECONDS,
     ROUND_TRIP_SECONDS,
     SLOW,
+    SLOW_TIMES,
     TOKENS_PER_SECOND,
     WINDOW_SECONDS,
     ComputeSpeed,
@@ -70,11 +71,19 @@ def test_what_was_measured_long_ago_weighs_less() -> None:
 def test_a_rate_is_a_sessions_own_and_is_forgotten() -> None:
     rates = SessionRates()
     rates.measured(1, 100, 10.0, 0.0)
-    assert rates.bytes_per_second(1, 1.0) == pytest.approx(10.0)
+    assert rates.bytes_per_second(1, 1.0) == pytest.approx(100 / (10.0 - ROUND_TRIP_SECONDS))
     assert rates.bytes_per_second(2, 1.0) == BYTES_PER_SECOND
     assert rates.bytes_per_second(1, RATE_SECONDS + 1) == BYTES_PER_SECOND
     rates.forget(1)
     assert rates.bytes_per_second(1, 1.0) == BYTES_PER_SECOND
+
+
+def test_small_fetches_say_what_the_session_carries_not_how_long_a_round_trip_is() -> None:
+    rates = SessionRates()
+    rates.measured(1, 100, ROUND_TRIP_SECONDS + 1.0, 0.0)
+    rates.measured(2, 100, ROUND_TRIP_SECONDS / 2, 0.0)
+    assert rates.bytes_per_second(1, 0.0) == pytest.approx(100.0)
+    assert rates.bytes_per_second(2, 0.0) == pytest.approx(400 / ROUND_TRIP_SECONDS)
 
 
 def test_a_session_that_brought_nothing_is_slow_not_broken() -> None:
@@ -85,11 +94,34 @@ def test_a_session_that_brought_nothing_is_slow_not_broken() -> None:
 
 def test_both_estimates_are_kept_and_the_faster_way_is_chosen() -> None:
     chosen = judge()
+    chosen.rates.measured(1, 10**9, 1.0 + ROUND_TRIP_SECONDS, 0.0)
     choice = chosen.choose(1, 100, 0.0)
     assert chosen.compute_seconds == pytest.approx(6400 / TOKENS_PER_SECOND)
-    assert chosen.fetch_seconds == pytest.approx(ROUND_TRIP_SECONDS + 100 * PAGE_BYTES / BYTES_PER_SECOND)
+    assert chosen.fetch_seconds == pytest.approx(ROUND_TRIP_SECONDS + 100 * PAGE_BYTES / 10**9)
     assert choice.why == FETCH and choice.seconds == pytest.approx(4 * chosen.fetch_seconds)
     assert chosen.choices == {FETCH: 1}
+
+
+@pytest.mark.parametrize("tokens_per_second", [TOKENS_PER_SECOND, 50_000])
+def test_the_first_fetch_of_a_session_is_made_and_has_a_quarter_of_the_time(tokens_per_second: int) -> None:
+    """Of an 8B model's bytes, 128 KiB a token, on engines as fast as its GPUs make it."""
+    chosen = Judge(WayBackLimits(AUTO, 128 * 1024 * PAGE), PAGE)
+    chosen.speed.begins("a", 0.0)
+    chosen.speed.progress(tokens_per_second, 1.0)
+    choice = chosen.choose(1, 150, 0.0)
+    assert choice.why == FETCH and 0.2 * chosen.compute_seconds < choice.seconds < 0.6 * chosen.compute_seconds
+
+
+def test_a_session_that_was_too_slow_is_tried_again_and_again_but_seldom() -> None:
+    """Its first fetch may have been: connections and mappings are made for it."""
+    chosen = judge()
+    chosen.rates.measured(1, 0, 1.0, 0.0)
+    tried = [chosen.choose(1, 100, 0.0).why == FETCH for _ in range(SLOW_TIMES + 1)]
+    assert tried == [False] * SLOW_TIMES + [True]
+    chosen.rates.measured(1, 0, 1.0, 0.0)
+    assert chosen.choose(1, 100, 0.0).why == SLOW
+    chosen.rates.measured(1, 10**12, 1.0, 0.0)
+    assert chosen.choose(1, 100, 0.0).why == FETCH
 
 
 def test_a_fetch_has_no_longer_than_its_tokens_would_take_to_compute() -> None:

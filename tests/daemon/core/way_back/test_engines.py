@@ -10,7 +10,17 @@ from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import BlockShape
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entry import EntryState
-from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_PAGES, NOT_HELD, SLOW, WayBackLimits
+from kvferry.daemon.core.way_back.choice import (
+    ALWAYS,
+    AUTO,
+    BYTES_PER_SECOND,
+    FETCH,
+    NO_PAGES,
+    NOT_HELD,
+    SLOW,
+    TOKENS_PER_SECOND,
+    WayBackLimits,
+)
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from tests.daemon.core.way_back.test_fetches import FULL, TAIL, TOKENS, A, B, Fetching
@@ -146,7 +156,9 @@ def test_what_is_gained_must_be_worth_all_that_moves() -> None:
     for own in (0, held):
         side = Waiting(AUTO)
         side.cache = Cache(1000, PAGE)
-        bytes_ = round(0.25 * PAGE / 10_000 * 1e9)  # a page takes a quarter of the time of its computation
+        bytes_ = round(
+            0.25 * PAGE / TOKENS_PER_SECOND * BYTES_PER_SECOND
+        )  # a page takes a quarter of the time of its computation
         side.core = PrefillCore(side.cache, PrefillLimits(table=8, way_back=WayBackLimits(AUTO, bytes_)))
         side.core.fetches.session_up(1)
         side.ask_a(full, full=full)
