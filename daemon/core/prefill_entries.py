@@ -237,7 +237,8 @@ class EntryKeeper:
         assert prompt is not None
         entry.move(EntryState.COMPUTING)
         if prompt.aux is None:
-            self.speed.begins(entry, self._cache.clock.now)
+            had = max(prompt.computed, prompt.engine_held * self._cache.page_size)
+            self.speed.begins(entry, prompt.tokens - had, self._cache.clock.now)
         begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=0 if prompt.is_ahead else prompt.computed)
         if prompt.blocks is not None:
             self._bind(prompt, range(len(prompt.pages)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 OFF, AUTO, ALWAYS = "off", "auto", "always"
 
 PATIENCE = 0.03  # of the estimate of computing: so long an Ask is waited for
+SPARE = 0.75  # of the time for which the engine computes others: a wait in it costs nothing
 MARGIN = 2.0  # by which fetching must be faster
 LEAST_TOKENS = 256  # that are worth a round trip
 MOST_TIMES = 4.0  # its own estimate: so long a fetch may take,
@@ -56,18 +57,20 @@ class ComputeSpeed:
     """The tokens that the engine computes in a second in which it has something to compute."""
 
     def __init__(self) -> None:
-        self._computing: set[Hashable] = set()
+        self._left: dict[Hashable, int] = {}  # tokens of what is computed
         self._tokens = 0.0
         self._seconds = 0.0
         self._since = 0.0  # the last time that something was counted, while it computes
 
-    def begins(self, request: Hashable, now: float) -> None:
-        if not self._computing:
+    def begins(self, request: Hashable, tokens: int, now: float) -> None:
+        if not self._left:
             self._since = now
-        self._computing.add(request)
+        self._left[request] = tokens
 
-    def progress(self, tokens: int, now: float) -> None:
+    def progress(self, request: Hashable, tokens: int, now: float) -> None:
         """So many more tokens are computed."""
+        if request in self._left:
+            self._left[request] = max(0, self._left[request] - tokens)
         self._tokens += tokens
         self._seconds += max(0.0, now - self._since)
         self._since = now
@@ -76,7 +79,12 @@ class ComputeSpeed:
 
     def ends(self, request: Hashable) -> None:
         """Idempotent."""
-        self._computing.discard(request)
+        self._left.pop(request, None)
+
+    @property
+    def seconds_left(self) -> float:
+        """The estimate of what has begun."""
+        return sum(self._left.values()) / self.tokens_per_second
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,6 +157,12 @@ class Judge:
         if self.limits.setting == ALWAYS:
             return FORCED_SECONDS
         return PATIENCE * tokens / self.speed.tokens_per_second
+
+    def more_patience(self, tokens: int, waited: float) -> float:
+        """Seconds for which a prompt that has waited so long may wait on for its Ask, since its engine computes others
+        meanwhile; no longer in all than its own tokens take, and 0 where that is little."""
+        spare = min(SPARE * self.speed.seconds_left, tokens / self.speed.tokens_per_second - waited)
+        return spare if self.limits.setting == AUTO and spare > self.patience(tokens) else 0.0
 
     def worth(self, session: int, pages: int, now: float) -> bool:
         """Whether so many pages would be fetched if the session's decode daemon held them."""

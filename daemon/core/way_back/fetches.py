@@ -75,10 +75,9 @@ class Fetches:
         prompt = entry.prompt
         assert prompt is not None
         if prompt.patience == wire.PATIENCE_NONE:
-            self.judge.speed.begins(entry, prompt.begun_at)
+            self.judge.speed.begins(entry, self._lacking(prompt), prompt.begun_at)
         if prompt.patience == wire.PATIENCE_FETCH:
-            lacking = prompt.tokens - prompt.engine_held * self._cache.page_size
-            self._short[entry] = until = prompt.begun_at + self.judge.patience(lacking)
+            self._short[entry] = until = prompt.begun_at + self.judge.patience(self._lacking(prompt))
             self._outbox.put(WakeAt(until))
 
     def take(self, entry: Entry) -> bool:
@@ -102,9 +101,12 @@ class Fetches:
         self._wait(entry, until)
         return True
 
+    def _lacking(self, prompt: BegunPrompt) -> int:
+        """Tokens that its engine is to compute as it is."""
+        return prompt.tokens - max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
+
     def _patient_until(self, prompt: BegunPrompt) -> float:
-        had = max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
-        return prompt.begun_at + self.judge.patience(prompt.tokens - had)
+        return prompt.begun_at + self.judge.patience(self._lacking(prompt))
 
     def _wait(self, entry: Entry, until: float) -> None:
         if entry.state is not EntryState.LOOKING:
@@ -396,6 +398,11 @@ class Fetches:
     def wake(self, now: float) -> None:
         """Lets those begin that have waited long enough."""
         for entry in [entry for entry, until in self._looking.items() if until <= now]:
+            assert entry.prompt is not None
+            if more := self.judge.more_patience(self._lacking(entry.prompt), now - entry.prompt.begun_at):
+                self._looking[entry] = now + more
+                self._outbox.put(WakeAt(now + more))
+                continue
             del self._looking[entry]
             self.judge.count(Choice(NO_ASK))
             self._begin(entry)
@@ -415,7 +422,7 @@ class Fetches:
         if entry.state is EntryState.RESTORING:
             return  # its pages are there, and copies end by themselves
         del self._short[entry]
-        self.judge.speed.begins(entry, self._cache.clock.now)
+        self.judge.speed.begins(entry, self._lacking(prompt), self._cache.clock.now)
         prompt.patience = wire.PATIENCE_NONE
         self.judge.count(Choice(NO_PAGES))
         self._tell(entry, 0)

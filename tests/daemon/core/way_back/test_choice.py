@@ -35,36 +35,49 @@ def judge(setting: str = AUTO) -> Judge:
 
 def test_an_engine_of_which_nothing_was_measured_has_the_assumed_speed() -> None:
     speed = ComputeSpeed()
-    speed.begins("a", 5.0)
+    speed.begins("a", 1000, 5.0)
     assert speed.tokens_per_second == TOKENS_PER_SECOND
 
 
 def test_time_in_which_nothing_is_computed_does_not_count() -> None:
     speed = ComputeSpeed()
-    speed.begins("a", 10.0)
-    speed.progress(100, 11.0)
+    speed.begins("a", 1000, 10.0)
+    speed.progress("a", 100, 11.0)
     speed.ends("a")
-    speed.begins("b", 50.0)
-    speed.progress(100, 51.0)
+    speed.begins("b", 1000, 50.0)
+    speed.progress("b", 100, 51.0)
     assert speed.tokens_per_second == pytest.approx(100.0)
 
 
 def test_requests_that_are_computed_together_share_the_time() -> None:
     speed = ComputeSpeed()
-    speed.begins("a", 0.0)
-    speed.begins("b", 0.5)
-    speed.progress(100, 1.0)
+    speed.begins("a", 1000, 0.0)
+    speed.begins("b", 1000, 0.5)
+    speed.progress("a", 100, 1.0)
     speed.ends("a")
     speed.ends("a")
-    speed.progress(100, 2.0)
+    speed.progress("b", 100, 2.0)
     assert speed.tokens_per_second == pytest.approx(100.0)
+
+
+def test_what_is_left_to_compute_is_of_what_has_begun_and_not_ended() -> None:
+    speed = ComputeSpeed()
+    speed.begins("a", 1000, 0.0)
+    speed.begins("b", 500, 0.0)
+    speed.progress("a", 400, 1.0)
+    speed.progress("c", 600, 2.0)
+    assert speed.seconds_left == pytest.approx(1100 / 500)
+    speed.progress("b", 600, 3.2)
+    assert speed.seconds_left == pytest.approx(600 / 500)
+    speed.ends("a")
+    assert speed.seconds_left == 0
 
 
 def test_what_was_measured_long_ago_weighs_less() -> None:
     speed = ComputeSpeed()
-    speed.begins("a", 0.0)
-    speed.progress(1000, WINDOW_SECONDS + 1)
-    speed.progress(10_000, WINDOW_SECONDS + 2)
+    speed.begins("a", 1000, 0.0)
+    speed.progress("a", 1000, WINDOW_SECONDS + 1)
+    speed.progress("a", 10_000, WINDOW_SECONDS + 2)
     assert speed.tokens_per_second == pytest.approx(10_500 / (WINDOW_SECONDS / 2 + 1.5))
 
 
@@ -106,8 +119,8 @@ def test_both_estimates_are_kept_and_the_faster_way_is_chosen() -> None:
 def test_the_first_fetch_of_a_session_is_made_and_has_a_quarter_of_the_time(tokens_per_second: int) -> None:
     """Of an 8B model's bytes, 128 KiB a token, on engines as fast as its GPUs make it."""
     chosen = Judge(WayBackLimits(AUTO, 128 * 1024 * PAGE), PAGE)
-    chosen.speed.begins("a", 0.0)
-    chosen.speed.progress(tokens_per_second, 1.0)
+    chosen.speed.begins("a", 1000, 0.0)
+    chosen.speed.progress("a", tokens_per_second, 1.0)
     choice = chosen.choose(1, 150, 0.0)
     assert choice.why == FETCH and 0.2 * chosen.compute_seconds < choice.seconds < 0.6 * chosen.compute_seconds
 
@@ -167,3 +180,17 @@ def test_a_session_of_no_speed_has_a_bounded_time_all_the_same() -> None:
 def test_an_ask_is_waited_for_by_three_percent_of_the_estimate() -> None:
     assert judge().patience(10_000) == pytest.approx(0.03 * 10_000 / TOKENS_PER_SECOND)
     assert judge(ALWAYS).patience(1) == FORCED_SECONDS
+
+
+def test_an_ask_is_waited_for_on_while_the_engine_computes_others() -> None:
+    chosen = judge()
+    assert chosen.more_patience(10_000, 0.03) == 0
+    chosen.speed.begins("a", 8000, 0.0)
+    assert chosen.more_patience(10_000, 0.03) == pytest.approx(0.75 * 8000 / TOKENS_PER_SECOND)
+    assert chosen.more_patience(10_000, 0.7) == pytest.approx(0.3), "no longer than its own tokens take"
+    assert chosen.more_patience(10_000, 0.98) == 0
+    chosen.speed.progress("a", 7800, 0.78)
+    assert chosen.more_patience(10_000, 0.03) == 0, "what is left is little"
+    forced = judge(ALWAYS)
+    forced.speed.begins("a", 8000, 0.0)
+    assert forced.more_patience(10_000, FORCED_SECONDS) == 0

@@ -8,7 +8,17 @@ from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import OpenSend, StartFetch, StopFetch, WakeAt, ZeroPages
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entry import EntryState
-from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_ASK, NO_SESSION, NOT_HELD, OFF, WayBackLimits
+from kvferry.daemon.core.way_back.choice import (
+    ALWAYS,
+    AUTO,
+    FETCH,
+    NO_ASK,
+    NO_SESSION,
+    NOT_HELD,
+    OFF,
+    TOKENS_PER_SECOND,
+    WayBackLimits,
+)
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.pool import PageState
@@ -221,6 +231,25 @@ def test_an_ask_is_waited_for_and_not_longer() -> None:
     assert side.matched() == 0 and side.choices() == {NO_ASK: 1}
     side.ask_a(now=wake.at + 1)
     assert side.state is EntryState.COMPUTING and side.of(OpenSend), "it came too late"
+
+
+def test_one_that_would_be_computed_behind_another_waits_on_meanwhile() -> None:
+    side = Fetching(AUTO)
+    side.begin_a()
+    (wake,) = side.of(WakeAt)
+    request = wire.Begin(name=B.to_proto(), digests=digests("y", FULL), tokens=TOKENS, tail_digest=TAIL)
+    side.core.begin(1, NAMESPACE, B, request, DEADLINE, 0.0)
+    side.take()
+    side.core.wake(wake.at)
+    side.take()
+    (later,) = (each.at for each in side.of(WakeAt))
+    assert side.state is EntryState.COMPUTING and side.core.entries[B].state is EntryState.LOOKING
+    assert wake.at < later <= TOKENS / TOKENS_PER_SECOND
+    side.core.progress(1, A, TOKENS, later)
+    side.take()
+    side.core.wake(later)
+    side.take()
+    assert side.core.entries[B].state is EntryState.COMPUTING and side.choices() == {NO_ASK: 2}
 
 
 def test_an_ask_that_comes_in_time_is_answered() -> None:
