@@ -219,7 +219,7 @@ def choices_of(visits: list[Visit]) -> Row:
 
 def write_table(args: argparse.Namespace) -> int:
     parts = [json.loads(line) for name in args.files for line in Path(name).read_text().splitlines()]
-    console = Console(record=True, width=165)
+    console = Console(record=True, width=190)
     for told in sorted({f"{part['machine']}, {', '.join(part['devices'])}" for part in parts}):
         console.print(told)
     for name in ("model", "places"):

@@ -9,6 +9,7 @@ servers     two API servers on each side (--api-server-count 2)
 preempted   caches of 34 blocks on both sides, prompts in chunks and long answers: requests are preempted
 back        the way back: prefill caches no prefixes, and before each turn but the first its daemon is replaced by one
             that holds nothing; of each prompt what decode holds comes back, or is computed
+back-blocks the same on a GPU from block to block, the first token at once
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
-from cluster import PROGRAMS, SMALL, Cluster, Log, Spec
+from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec
 from demo import held
 
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
@@ -66,9 +67,12 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
         return replace(plain, flags=UNCACHED, beside=dict.fromkeys(("prefill", "decode"), offload())), SHORT
     if way == "faulty":
         return replace(plain, beside={"prefill": faulty()}), SHORT
-    if way == "back":
+    if way in ("back", "back-blocks"):
         spec = replace(plain, prefill_flags=("--no-enable-prefix-caching",), daemon_flags=("--way-back", "always"))
-        return replace(spec, extra={"deadline_seconds": 2 * DEADLINE_SECONDS}), BACK
+        spec = replace(spec, extra={"deadline_seconds": 2 * DEADLINE_SECONDS})
+        if way == "back-blocks":
+            spec = replace(spec, pool="engine", first_token="prefill", decode_flags=SCHEDULER)
+        return spec, BACK
     if way == "servers":
         return replace(plain, program=SERVE, flags=(*SMALL, "--api-server-count", "2")), SHORT
     return replace(plain, flags=CHUNKED, decode_blocks=34, prefill_blocks=34), LONG
@@ -91,8 +95,8 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
     said = texts(reference)
-    if way == "back":
-        return run_back(spec, load, reference)
+    if way in ("back", "back-blocks"):
+        return run_back(way, spec, load, reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()
         got = [asyncio.run(run_chats(cluster.front, load, said)) for _ in range(2)]  # the second finds it all
@@ -145,7 +149,7 @@ def wait_until_up(cluster: Cluster) -> None:
     time.sleep(1.0)  # the engine's scheduler looks for its daemon four times a second
 
 
-def run_back(spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
+def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
     said, got = texts(reference), [list[Reply]() for _ in reference]
     lines, fetched = list[str](), 0
     with Cluster(spec) as cluster:
@@ -167,14 +171,14 @@ def run_back(spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str,
     comparison = compared(reference, got)
     wrong = [*comparison.wrong, *leaks, *([] if fetched else ["nothing was fetched"])]
     told = (
-        f"back: {comparison.tokens} tokens compared, {len(wrong)} wrong, {len(comparison.ties)} at ties; {fetched} "
+        f"{way}: {comparison.tokens} tokens compared, {len(wrong)} wrong, {len(comparison.ties)} at ties; {fetched} "
         f"tokens fetched, {failed:.0f} failed"
     )
     return "\n".join([told, *lines, *wrong]), not wrong
 
 
 def main() -> int:
-    ways = ("example", "offload", "faulty", "servers", "preempted", "back")
+    ways = ("example", "offload", "faulty", "servers", "preempted", "back", *(["back-blocks"] if DEVICES else []))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--output", type=Path)
