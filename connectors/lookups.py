@@ -52,6 +52,7 @@ class HeldPrefixes:
         self._told_gone = False
         self._ask = threading.Event()  # at once, whether the index is old or not
         self._flushed = True  # nothing is to be freed at the daemon
+        self._flushes = False  # a flush was ever asked for
         self._closed = False
         self._thread = threading.Thread(target=self._follow, name="kvferry index", daemon=True)
         self._thread.start()
@@ -87,12 +88,15 @@ class HeldPrefixes:
         found = self._daemon
         return found.index.held_pages(digests, self._namespace_id) if found is not None and found.lives else 0
 
-    def look_in(self, namespace_id: bytes) -> None:
-        """The engine's workers say that this is its namespace. Does not wait."""
+    def set_namespace(self, namespace_id: bytes) -> None:
+        """Takes the namespace that the engine's workers say in the place of the one that it was made with: prefixes are
+        found there from now on, and a flush that was asked for before is made there, too. Does not wait."""
         if namespace_id == self._namespace_id:
             return
         self._request = worker_pb2.HeldRequest(role=self._request.role, namespace_id=namespace_id)
         self._namespace_id = namespace_id
+        if self._flushes:  # of another namespace until now
+            self._flushed = False
         self._ask.set()
 
     def ask_again(self) -> None:
@@ -101,7 +105,7 @@ class HeldPrefixes:
 
     def flush(self) -> None:
         """Has the daemon free the pages of this namespace that nothing holds, when it answers. Does not wait."""
-        self._flushed = False
+        self._flushes, self._flushed = True, False
         self._ask.set()
 
     def close(self) -> None:

@@ -86,6 +86,10 @@ class PromptChain:
         return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else self._root
 
 
+AHEAD_NAMES = "ends by request"
+"""The rule by which AheadChain names pages. It is part of an engine's facts: who names them otherwise shares none."""
+
+
 class AheadChain(PromptChain):
     """The digests where the KV of a page's last token is also of the token behind it: a page has that token in its
     name. One at the prompt's very end has the request's in its place, by which both halves of the request know it, and

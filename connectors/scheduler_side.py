@@ -71,8 +71,8 @@ class DaemonView(Protocol):
     def held_pages(self, digests: bytes) -> int:
         """The first pages of a prompt that the daemon can read just now."""
 
-    def look_in(self, namespace_id: bytes) -> None:
-        """Has the namespace that the engine's workers say."""
+    def set_namespace(self, namespace_id: bytes) -> None:
+        """Takes the namespace that the engine's workers say: what is held there is found from now on."""
 
     def ask_again(self) -> None:
         """Asks for the daemon's name and bounds again: it may be another daemon."""
@@ -230,7 +230,7 @@ class SchedulerSide:
             if self._session:
                 self._view.ask_again()
         if news.namespace:
-            self._view.look_in(news.namespace)
+            self._view.set_namespace(news.namespace)
         for request in news.failed:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True

@@ -17,6 +17,8 @@ INDEX_KEYS, INDEX_SCALES = 128, 4  # bytes of a quantized run of an indexer's ke
 _PACKED = ("num_head_slots", "state_content_bytes", "alignment", "page_size_padded", "model_version")
 _COMPRESSED = ("compress_ratio", "tokens_per_state")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")  # methods whose draft model has KV
+DRAFT_FILES = ("load_format", "download_dir", "ignore_patterns", "model_loader_extra_config")
+"""What of a load configuration decides which files are read."""
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")  # they propose from tokens or hidden states
 
 
@@ -204,6 +206,20 @@ def _check_draft(vllm_config: Any, draft: Any) -> None:
             f"speculative_config.kv_cache_dtype is {dtype!r}, --kv-cache-dtype {own!r}; the connector serves layers "
             "of one dtype: leave the first out, on both sides"
         )
+    if (loading := getattr(draft, "draft_load_config", None)) is not None:
+        _check_loading(loading, vllm_config.load_config)
+
+
+def _check_loading(drafts: Any, models: Any) -> None:
+    """Unfit: in vLLM 0.26 Model Runner V1 loads EAGLE's heads by `drafts`, V2 by `models`, and the files that name the
+    draft model are those that are loaded."""
+    for name in DRAFT_FILES:
+        own, needed = getattr(drafts, name, None), getattr(models, name, None)
+        if own != needed:
+            raise Unfit(
+                f"speculative_config.draft_load_config.{name} is {own!r}; it must be the model's, {needed!r}: not all "
+                "versions of vLLM load the draft model by it; leave draft_load_config out, on both sides"
+            )
 
 
 def looks_ahead(vllm_config: Any) -> bool:

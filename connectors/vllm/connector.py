@@ -158,7 +158,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._view is not None, "this is the worker's half"
         told = {rank: each.facts for rank, each in metadata.items() if isinstance(each, KVFerryFacts)}
         if told:
-            self._view.look_in(vllm_facts.agreed(told).id)
+            self._view.set_namespace(vllm_facts.agreed(told).id)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = gpu_block_pool
@@ -298,8 +298,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._workers[self._engine] = self._worker
 
     def get_handshake_metadata(self) -> KVFerryFacts | None:
-        """None beside other connectors, where the first step's news say the namespace: MultiConnector hands one's word
-        to all, and NixlConnector fails at another's."""
+        """None beside other connectors, where only the first step's news say the namespace: MultiConnector hands one's
+        word to all, and NixlConnector fails at another's. Where it is heard, this word comes before the first prompt is
+        looked up, and of all ranks."""
         return KVFerryFacts(self._facts) if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -118,10 +118,11 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, shape: Shape, settings: Set
 
 def agreed(told: Mapping[int, NamespaceFacts]) -> NamespaceFacts:
     """The facts of all ranks of an engine, by rank. Unfit names what is not the same on all."""
-    first = told[0]
+    least = min(told)
+    first = told[least]
     for rank, facts in sorted(told.items()):
         if unlike := "; ".join(
-            f"{each.field} is {each.theirs}, {each.ours} on rank 0" for each in differences(first, facts)
+            f"{each.field} is {each.theirs}, {each.ours} on rank {least}" for each in differences(first, facts)
         ):
             raise Unfit(
                 f"on rank {rank} {unlike}: give all ranks of an engine the same files of the model, the same vLLM and "

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvferry.connectors.prompt_chain import Unnamed
+from kvferry.connectors.prompt_chain import AHEAD_NAMES, Unnamed
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm.caches import Unfit, draft_of, is_quantized
+from kvferry.connectors.vllm.caches import Unfit, draft_of, is_quantized, looks_ahead
 from kvferry.connectors.weight_files import WEIGHT_FILES, downloaded, revision_of_files
 from kvferry.proto.limits import MAX_NAME_CHARS
 from kvferry.transfer.geometry.namespace import MAX_TEXT
@@ -61,15 +61,16 @@ def revision_of(vllm_config: Any, settings: Settings) -> str:
 
 
 def draft_name(vllm_config: Any, settings: Settings) -> str:
-    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration, weights and the
-    length that is set for it; empty where there is none. How many tokens it proposes is nothing to its KV. Unfit where
-    nothing names its weights."""
+    """The name of the draft model whose KV lies in the engine's blocks, by its method, configuration, weights, the
+    length that is set for it and, where it looks ahead, how pages are named then; empty where there is none. How many
+    tokens it proposes is nothing to its KV. Unfit where nothing names its weights."""
     if (draft := draft_of(vllm_config)) is None:
         return ""
     model = draft.draft_model_config
-    named = _weights_of(model, _draft_loading(vllm_config, draft), settings)
+    named = _weights_of(model, vllm_config.load_config, settings)
     length = "" if (most := getattr(draft, "max_model_len", None)) is None else f" to {most}"
-    return f"{draft.method}{length} {fingerprint(model)} {named}"[:MAX_TEXT]
+    names = f" {AHEAD_NAMES}" if looks_ahead(vllm_config) else ""
+    return f"{draft.method}{length}{names} {fingerprint(model)} {named}"[:MAX_TEXT]
 
 
 def _weights_of(model: Any, loading: Any, settings: Settings) -> str:
@@ -84,13 +85,9 @@ def _weights_of(model: Any, loading: Any, settings: Settings) -> str:
     return weights_revision(*_files_of(model, loading))
 
 
-def _draft_loading(vllm_config: Any, draft: Any) -> Any:
-    return getattr(draft, "draft_load_config", None) or vllm_config.load_config
-
-
 def _files_of(model: Any, loading: Any) -> tuple[str, str | None, str | None]:
     """Where a model's files are, as `weights_revision` takes it. A draft model has a revision of its own: none is not
-    the model's, even where their files are the same."""
+    the model's, even where their files are the same. It is loaded as the model is (`draft_of` sees to that)."""
     return model.model, getattr(model, "revision", None), getattr(loading, "download_dir", None)
 
 
@@ -102,7 +99,7 @@ def kv_scales(vllm_config: Any) -> str:
         return ""
     found = _scales_of(*_files_of(vllm_config.model_config, vllm_config.load_config))
     if (draft := draft_of(vllm_config)) is not None:
-        drafts = _scales_of(*_files_of(draft.draft_model_config, _draft_loading(vllm_config, draft)))
+        drafts = _scales_of(*_files_of(draft.draft_model_config, vllm_config.load_config))
         found |= {f"draft {name}": scale for name, scale in drafts.items()}
     if not found:
         return ""

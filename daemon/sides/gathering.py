@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from google.protobuf.message import Message
+
 from kvferry.daemon.core.errors import RequestError, exhausted, invalid, precondition, unavailable
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.workers import SideWorkers, Worker
@@ -109,15 +111,26 @@ def check_alike(hellos: Sequence[wire.WorkerHello]) -> None:
     """RequestError where the ranks of one engine do not say the same of it."""
     first = hellos[0]
     for rank, hello in enumerate(hellos[1:], 1):
-        names = [each.name for each in first.facts.DESCRIPTOR.fields]
-        if unlike := [name for name in names if getattr(hello.facts, name) != getattr(first.facts, name)]:
-            raise invalid(f"facts: those of rank {rank} are not those of rank 0: {', '.join(unlike)}")
+        if hello.facts != first.facts:
+            unlike = ", ".join(_unlike(hello.facts, first.facts)) or "what this daemon does not know"
+            raise invalid(f"facts: those of rank {rank} are not those of rank 0: {unlike}")
         for name in ("pages", "storage", "block_tokens", "stows"):
             own, other = getattr(hello.pool, name), getattr(first.pool, name)
             if own != other:
                 raise invalid(f"pool.{name} is {own} of rank {rank}, {other} of rank 0")
         if hello.HasField("pool") != first.HasField("pool"):
             raise invalid(f"pool: of ranks 0 and {rank} one alone registers memory")
+
+
+def _unlike(facts: Message, others: Message) -> list[str]:
+    """The fields in which the two differ; those of a message in it, where it is one of them that does."""
+    found: list[str] = []
+    for part in facts.DESCRIPTOR.fields:
+        own, other = getattr(facts, part.name), getattr(others, part.name)
+        if own != other:
+            inner = _unlike(own, other) if isinstance(own, Message) else []
+            found += [f"{part.name}.{name}" for name in inner] or [part.name]
+    return found
 
 
 def together(hellos: Sequence[wire.WorkerHello]) -> wire.WorkerHello:

@@ -75,10 +75,10 @@ class Daemon:
     asked: list[bytes] = field(default_factory=list)
     asked_again: int = 0
     flushed: int = 0
-    looked_in: list[bytes] = field(default_factory=list)
+    namespaces: list[bytes] = field(default_factory=list)
 
-    def look_in(self, namespace_id: bytes) -> None:
-        self.looked_in.append(namespace_id)
+    def set_namespace(self, namespace_id: bytes) -> None:
+        self.namespaces.append(namespace_id)
 
     def ask_again(self) -> None:
         self.asked_again += 1

@@ -27,7 +27,7 @@ _REMEDIES = {
     "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
     "digest_tokens": "give both engines the same hash block size",
     "kv_scales": "serve a checkpoint with the same scales of the KV cache on both sides",
-    "speculative": "give both engines the same --speculative-config",
+    "speculative": "give both engines the same --speculative-config, and install the same kvferry",
 }
 _LATER = ("geometry.further", "engine_layout", "digest_tokens", "kv_scales", "speculative")
 _UNSAID = "geometry.head_runs"  # by older engines, of bytes that `engine_layout` names: 0 differs from nothing

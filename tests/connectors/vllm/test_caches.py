@@ -15,13 +15,14 @@ import torch
 
 from kvferry.connectors.blocks import BlockMap, PoolPages
 from kvferry.connectors.movers import HostMover
+from kvferry.connectors.prompt_chain import AHEAD_NAMES
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.vllm.caches import Unfit, draft_of, kinds_of, looks_ahead
 from kvferry.connectors.vllm.facts import block_map, check_config, check_engine, facts_of, orders_of, with_head_runs
 from kvferry.connectors.vllm.weights import draft_name, kv_scales, scales_in
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
-from kvferry.transfer.geometry.namespace import differences
+from kvferry.transfer.geometry.namespace import NamespaceFacts, differences
 from kvferry.transfer.geometry.rank_lanes import lanes_of, rank_geometry
 
 BLOCK, LATENT, LAYERS = 16, 576, 61  # DeepSeek V3's
@@ -196,7 +197,7 @@ def test_engines_with_other_draft_models_share_no_page(tmp_path: Path) -> None:
     folders = [weights(tmp_path / name, scale) for name, scale in (("a", 0.5), ("b", 0.25))]
     configs = [engine(draft=draft) for draft in (drafts("eagle3", folders[0]), drafts("eagle3", folders[1]), None)]
     names = [draft_name(config, Settings("/s")) for config in configs]
-    assert names[0].startswith("eagle3 vllm-deepseek_v3-") and names[0] != names[1] and names[2] == ""
+    assert names[0].startswith(f"eagle3 {AHEAD_NAMES} vllm-deepseek_v3-") and names[0] != names[1] and names[2] == ""
     facts = [
         facts_of(config, kv(MLAAttentionSpec()), Shape(BLOCK, 1), Settings("/s", revision="1"))
         for config in configs[1:]
@@ -204,6 +205,18 @@ def test_engines_with_other_draft_models_share_no_page(tmp_path: Path) -> None:
     (difference,) = differences(*facts)
     assert difference.field == "speculative" and "the same --speculative-config" in str(difference)
     assert [looks_ahead(config) for config in configs] == [True, True, False]
+
+
+def test_engines_that_name_what_looks_ahead_by_other_rules_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(method: str) -> NamespaceFacts:
+        config = engine(draft=drafts(method))
+        return facts_of(config, kv(MLAAttentionSpec()), Shape(BLOCK, 1), Settings("/s", revision="1"))
+
+    ahead, plain = facts("mtp"), facts("draft_model")
+    monkeypatch.setattr("kvferry.connectors.vllm.weights.AHEAD_NAMES", "another rule")
+    (difference,) = differences(ahead, facts("mtp"))
+    assert difference.field == "speculative" and "install the same kvferry" in str(difference)
+    assert facts("draft_model") == plain
 
 
 def test_which_draft_models_have_kv() -> None:

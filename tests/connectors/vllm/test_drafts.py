@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm.caches import Unfit, draft_of
+from kvferry.connectors.vllm.caches import DRAFT_FILES, Unfit, draft_of
 from kvferry.connectors.vllm.facts import facts_of, kv_heads_of
 from kvferry.connectors.vllm.weights import draft_name, fingerprint, kv_scales
 from kvferry.transfer.geometry.namespace import differences
@@ -24,6 +24,11 @@ from tests.connectors.vllm.test_caches import (
     with_dtype,
 )
 from tests.connectors.vllm.test_facts import downloaded
+
+
+def loading(**settings: object) -> SimpleNamespace:
+    """vLLM's load configuration, as the engine's here."""
+    return SimpleNamespace(**{**vars(engine().load_config), **settings})
 
 
 def with_settings(method: str, **settings: object) -> SimpleNamespace:
@@ -41,6 +46,13 @@ def with_settings(method: str, **settings: object) -> SimpleNamespace:
         ),
         (with_settings("eagle", disable_eagle_block_drop=True), "disable_eagle_block_drop is on: .* leave it out"),
         (with_settings("draft_model", kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8', --kv-cache-dtype 'auto'"),
+        *(
+            (
+                with_settings("eagle", draft_load_config=loading(**{name: "/other"})),
+                f"draft_load_config.{name} is '/other'; it must be the model's, .*: .* leave draft_load_config out, on",
+            )
+            for name in DRAFT_FILES
+        ),
     ],
 )
 def test_settings_that_are_refused(config: SimpleNamespace, message: str) -> None:
@@ -53,6 +65,7 @@ def test_settings_that_are_served() -> None:
         with_settings("mtp", num_speculative_tokens=3, use_multi_module_mtp=lambda: False),
         with_settings("eagle", disable_eagle_block_drop=False, kv_cache_dtype=None),
         with_settings("draft_model", kv_cache_dtype="auto"),
+        with_settings("eagle", draft_load_config=loading(safetensors_load_strategy="eager")),
     ):
         assert draft_of(config) is config.speculative_config
 
@@ -100,7 +113,7 @@ def test_engines_whose_draft_models_have_other_scales_share_no_page(tmp_path: Pa
 
 
 def test_a_draft_models_files_are_those_of_its_revision(tmp_path: Path) -> None:
-    """vLLM loads those of speculative_config.revision, from the folder of draft_load_config where there is one."""
+    """vLLM loads those of speculative_config.revision, from where the model's own are."""
     for number, (branch, scale) in enumerate([("main", 0.5), ("v2", 0.25)]):
         file = weights(tmp_path / branch, scale) / "model.safetensors"
         downloaded(tmp_path / "cache", str(number) * 40, file.read_bytes(), branch)
@@ -108,8 +121,8 @@ def test_a_draft_models_files_are_those_of_its_revision(tmp_path: Path) -> None:
     def names(folder: object, revision: str | None = None) -> tuple[str, str]:
         draft = drafts("eagle3", folder)
         draft.draft_model_config.revision = revision
-        draft.draft_load_config = SimpleNamespace(load_format="auto", download_dir=str(tmp_path / "cache"))
         config = with_dtype("fp8_e4m3", draft=draft)
+        config.load_config.download_dir = str(tmp_path / "cache")
         config.model_config.revision = "main"  # a draft model has one of its own
         return kv_scales(config), draft_name(config, Settings("/s"))
 
@@ -121,7 +134,8 @@ def test_a_draft_models_files_are_those_of_its_revision(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_whose_weights_are_made_up_is_named_by_whoever_made_them(tmp_path: Path) -> None:
-    config = with_settings("eagle", draft_load_config=SimpleNamespace(load_format="dummy"))
+    config = with_settings("eagle", draft_load_config=loading(load_format="dummy"))
+    config.load_config.load_format = "dummy"
     config.speculative_config.draft_model_config.model = str(weights(tmp_path / "a", 0.5))
     with pytest.raises(Unfit, match="load_format is dummy"):
         draft_name(config, Settings("/s"))

@@ -47,7 +47,7 @@ def test_who_hears_its_namespace_later_finds_it_then(pair: Pair) -> None:
     try:
         until(lambda: view.up)
         assert view.held_pages(prompt.digests) == 0
-        view.look_in(FACTS.id)
+        view.set_namespace(FACTS.id)
         until(lambda: view.held_pages(prompt.digests) == 2)
         assert view.up
     finally:

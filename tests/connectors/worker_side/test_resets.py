@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -41,6 +43,40 @@ def of_step(name: str) -> WeightsEpoch:
     epoch = WeightsEpoch(lambda: name)
     epoch.advance(named=True)
     return epoch
+
+
+def again(pair: Pair) -> None:
+    """Ends decode's daemon in order and starts it anew, its host tier's file read and its engine's session up."""
+    side = pair.sides["decode"]
+    pair.daemons["decode"].popen.terminate()
+    pair.daemons["decode"].popen.wait(20)
+    side.reports.take_news()
+    pair.start("decode")
+    until(lambda: (news := side.reports.take_news()) is not None and news.sessions == {0: True})
+    until(lambda: its_file_is_read(pair))
+
+
+def its_file_is_read(pair: Pair) -> bool:
+    """Before, every flush is refused."""
+    nobodys = admin_pb2.FlushRequest(role=common_pb2.ROLE_DECODE, namespace_id=bytes(32))
+    with grpc.insecure_channel(f"unix:{pair.socket('decode')}") as channel:
+        try:
+            admin_pb2_grpc.AdminStub(channel).Flush(nobodys, timeout=10)
+        except grpc.RpcError as error:
+            return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.NOT_FOUND
+    return True
+
+
+@contextmanager
+def kept_in_a_file(pair: Pair, folder: Path) -> Iterator[None]:
+    """The host tier of decode's daemon, where it starts anew meanwhile."""
+    words = pair.words["decode"]
+    pair.words["decode"] = [*words, "--host-dir", str(folder)]
+    try:
+        yield
+    finally:
+        pair.words["decode"] = words
+        again(pair)
 
 
 def test_a_prompt_comes_from_prefill_again_once_both_were_reset(pair: Pair) -> None:
@@ -102,6 +138,30 @@ def test_a_flush_of_what_the_daemon_does_not_have_is_not_tried_again(pair: Pair)
         view.close()
 
 
+def test_a_flush_before_the_workers_have_said_their_namespace_frees_what_is_in_that(pair: Pair) -> None:
+    prompt = new_prompt(2 * PAGE)
+    pair.give("decode", StorePages("a", new_name(), prompt, tuple(range(4))))
+    sent(pair.sides["decode"], "a")
+    with watching(pair) as theirs:
+        until(lambda: theirs.held_pages(prompt.digests) == 2)
+        view = HeldPrefixes(pair.socket("decode"), common_pb2.ROLE_DECODE, bytes(32), timeout_s=2.0)
+        try:
+            view.flush()
+            until(lambda: view._flushed)
+            view.ask_again()
+            until(lambda: not view._ask.is_set())  # behind the daemon's answer to the flush
+            assert theirs.held_pages(prompt.digests) == 2
+            view.set_namespace(FACTS.id)
+            until(lambda: theirs.held_pages(prompt.digests) == 0)
+            pair.give("decode", StorePages("b", new_name(), prompt, tuple(range(4))))
+            sent(pair.sides["decode"], "b")
+            until(lambda: theirs.held_pages(prompt.digests) == 2)
+            view.set_namespace(FACTS.id)
+            assert view._flushed, "it is made once"
+        finally:
+            view.close()
+
+
 def test_a_flush_that_is_refused_for_now_is_tried_again(tmp_path: Path) -> None:
     """The daemon still reads its host tier's file."""
     asked: list[admin_pb2.FlushRequest] = []
@@ -124,6 +184,34 @@ def test_a_flush_that_is_refused_for_now_is_tried_again(tmp_path: Path) -> None:
     finally:
         view.close()
         server.stop(None).wait(10)
+
+
+def test_rows_of_an_earlier_runs_file_are_not_matched_behind_a_reset(pair: Pair, tmp_path: Path) -> None:
+    side, engine, epoch = pair.sides["decode"], pair.engines["decode"], WeightsEpoch(lambda: "4")
+    old, wanted = prompt_of(epoch, 4 * PAGE), [engine.block(n) for n in range(8)]
+
+    def restored(request: str, prompt: PromptPages) -> set[int]:
+        longer = PromptPages(prompt.digests, 4 * PAGE + 1, bytes(32))
+        pair.give("decode", Restore(request, new_name(), longer, 0, tuple(range(50, 58))))
+        return received(side, request)
+
+    with watching(pair) as view, kept_in_a_file(pair, tmp_path):
+        again(pair)
+        pair.give("decode", StorePages("a", new_name(), old, tuple(range(8))))
+        sent(side, "a")
+        again(pair)
+        until(lambda: view.held_pages(old.digests) == 4)
+        assert (pair.stats("decode").host.cached, pair.stats("decode").pool.cached) == (4, 0), "in the file alone"
+        epoch.advance(named=True)
+        new = prompt_of(epoch, 4 * PAGE)
+        assert view.held_pages(new.digests) == 0
+        assert restored("b", new) == set(range(50, 58)), "without an index, too"
+        assert restored("c", old) == set() and [engine.block(n) for n in range(50, 58)] == wanted, "they were there"
+        view.flush()
+        until(lambda: view.held_pages(old.digests) == 0)
+        again(pair)
+        assert restored("d", old) == set(range(50, 58)), "nor are they in the file any more"
+    until(lambda: pair.at_rest("decode"))
 
 
 def test_everything_ordered_before_is_reported_once_and_has_no_effect(pair: Pair) -> None:

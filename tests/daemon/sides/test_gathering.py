@@ -200,17 +200,36 @@ def stowing(rank: int) -> wire.WorkerHello:
     return message
 
 
-def unlike(rank: int) -> wire.WorkerHello:
+LATER = b"\xa0\x06\x01"  # on the wire: a field that no version has as yet
+
+
+def unlike(rank: int, facts: common.NamespaceFacts, unknown: bytes = b"") -> wire.WorkerHello:
+    """Of rank 2 the facts are others."""
     message = hello(rank, pages=8)
+    message.facts.CopyFrom(FACTS)
     if rank == 2:
-        message.facts.model = "another"
+        message.facts.MergeFrom(facts)
+        message.facts.MergeFromString(unknown)
     return message
+
+
+FACTS = common.NamespaceFacts(model="m", geometry=common.Geometry(layers=2, page_size=16))
+NAMED = common.NamespaceFacts(model="another", geometry=common.Geometry(page_size=32))
+FURTHER = common.NamespaceFacts(geometry=common.Geometry(further=[common.CacheShape(layers=2)]))
 
 
 @pytest.mark.parametrize(
     ("hellos", "match"),
     [
-        ([unlike(rank) for rank in range(RANKS)], "facts: those of rank 2 are not those of rank 0: model$"),
+        (
+            [unlike(rank, NAMED) for rank in range(RANKS)],
+            r"facts: those of rank 2 are not those of rank 0: model, geometry\.page_size$",
+        ),
+        ([unlike(rank, FURTHER) for rank in range(RANKS)], r"those of rank 0: geometry\.further$"),
+        (
+            [unlike(rank, common.NamespaceFacts(), LATER) for rank in range(RANKS)],
+            "facts: those of rank 2 are not those of rank 0: what this daemon does not know$",
+        ),
         ([hello(0, pages=8), hello(1, pages=9), hello(2, pages=8)], r"pool\.pages is 9 of rank 1, 8 of rank 0"),
         ([stowing(rank) for rank in range(RANKS)], r"pool\.stows is False of rank 1, True of rank 0"),
         ([hello(0), hello(1), wire.WorkerHello(pool=wire.EnginePool(), rank=hello(2).rank)], "ranks 0 and 2 one alone"),

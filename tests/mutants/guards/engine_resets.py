@@ -137,6 +137,14 @@ GUARDS: tuple[Guard, ...] = (
         RESET_WORKERS,
     ),
     Guard(
+        "a reset before the workers have said their namespace frees what nobody has",
+        "connectors/lookups.py",
+        "HeldPrefixes.set_namespace",
+        "            self._flushed = False\n",
+        "            pass\n",
+        RESET_WORKERS,
+    ),
+    Guard(
         "an adapter that is loaded anew is taken for the one before",
         "connectors/vllm/extra_keys.py",
         "_name_of",

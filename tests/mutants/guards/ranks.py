@@ -5,6 +5,7 @@ from tests.mutants.guard import Guard
 GATHERING = ("tests/daemon/sides/test_gathering.py",)
 WORDS = ("tests/daemon/sides/test_rank_words.py",)
 SETTINGS = ("tests/connectors/test_settings.py",)
+NAMESPACE = ("tests/connectors/vllm/test_workers_namespace.py",)
 NEWS = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
 
 _COMING = (
@@ -30,6 +31,14 @@ _COMING = (
         "Gathering._all_in",
         "check_alike(hellos)",
         "pass",
+        GATHERING,
+    ),
+    Guard(
+        "ranks that differ in what a daemon does not know are not alike",
+        "daemon/sides/gathering.py",
+        "check_alike",
+        "if hello.facts != first.facts:",
+        "if _unlike(hello.facts, first.facts):",
         GATHERING,
     ),
     Guard(
@@ -189,6 +198,62 @@ _ENGINES = (
         "all(self._sessions.values())",
         "any(self._sessions.values())",
         NEWS,
+    ),
+    Guard(
+        "an engine whose ranks have other facts does not start",
+        "connectors/vllm/facts.py",
+        "agreed",
+        "for rank, facts in sorted(told.items()):",
+        "for rank, facts in ():",
+        NAMESPACE,
+    ),
+    Guard(
+        "prompts are looked for where the workers keep them",
+        "connectors/vllm/connector.py",
+        "KVFerryConnector.set_xfer_handshake_metadata",
+        "self._view.set_namespace(vllm_facts.agreed(told).id)",
+        "vllm_facts.agreed(told)",
+        NAMESPACE,
+    ),
+    Guard(
+        "beside other connectors the first step's news say where",
+        "connectors/vllm/connector.py",
+        "KVFerryConnector.register_kv_caches",
+        "self._worker.reports.add_news(News(namespace=self._facts.id))",
+        "pass",
+        NAMESPACE,
+    ),
+    Guard(
+        "another connector's word is not taken for this one's",
+        "connectors/vllm/connector.py",
+        "KVFerryConnector.get_handshake_metadata",
+        "if get_kv_transfer_group() is self else None",
+        "",
+        NAMESPACE,
+    ),
+    Guard(
+        "what the news say is where prompts are looked for",
+        "connectors/scheduler_side.py",
+        "SchedulerSide.hear",
+        "self._view.set_namespace(news.namespace)",
+        "pass",
+        NAMESPACE,
+    ),
+    Guard(
+        "one rank's news hide no namespace of another's",
+        "connectors/orders.py",
+        "News.then",
+        "later.namespace or self.namespace",
+        "later.namespace",
+        NAMESPACE,
+    ),
+    Guard(
+        "an index is read in the namespace that the workers said",
+        "connectors/lookups.py",
+        "HeldPrefixes.set_namespace",
+        "        self._namespace_id = namespace_id\n",
+        "        pass\n",
+        ("tests/connectors/worker_side/test_lookups.py",),
     ),
     Guard(
         "ranks' sessions do not hide each other",
