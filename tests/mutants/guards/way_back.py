@@ -327,6 +327,38 @@ _CORES = (
         "",
         CHOICE,
     ),
+    Guard(
+        "a session that was too slow is tried again",
+        _CHOICE,
+        "Judge.choose",
+        " and self.rates.too_slow(session)",
+        "",
+        CHOICE,
+    ),
+    Guard(
+        "an Ask is waited for no longer than the prompt's own tokens take",
+        _CHOICE,
+        "Judge.more_patience",
+        "tokens / self.speed.tokens_per_second - waited",
+        "math.inf",
+        CHOICE,
+    ),
+    Guard(
+        "a prompt waits for its Ask while others are computed",
+        _FETCHES,
+        "Fetches.wake",
+        "if more := self.",
+        "if more := 0 * self.",
+        FETCHES,
+    ),
+    Guard(
+        "prompts that lack little say nothing of those that lack much",
+        "connectors/worth.py",
+        "Worth.waited",
+        "size = lacking.bit_length()",
+        "size = 14",
+        SCHEDULER,
+    ),
 )
 
 _SESSIONS = (
