@@ -17,7 +17,9 @@ from kvferry.connectors.scheduler_side import (
     traceparent_of,
 )
 
-MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
+MOST_WAITING = (
+    8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's; more line up
+)
 
 _log = logging.getLogger(__name__)
 
@@ -55,15 +57,20 @@ class PrefillScheduler(SchedulerSide):
             return answer(tracked.found, computed)
         if not self._view.up:
             return 0, False
+        full = len(self._waiting) >= MOST_WAITING
+        if tracked.lines_up and full and self._session:
+            return None, False
         if not tracked.hurried and self._may_fetch(tracked, computed):
-            self._begin(tracked, waits=True)
+            tracked.lines_up = full
+            if not full:
+                self._begin(tracked, waits=True)
             return None, False
         return self._held(tracked, request.num_prompt_tokens - 1, computed)
 
     def _may_fetch(self, tracked: Tracked, computed: int) -> bool:
         """Whether the daemon may fetch enough of it from the decode daemon that asks for it."""
         least = self._view.fetch_tokens
-        if not least or len(self._waiting) >= MOST_WAITING or not self._session or self._too_long(tracked):
+        if not least or not self._session or self._too_long(tracked):
             return False
         most, page = self._most(tracked), self.shape.page_size
         if most - computed < least:

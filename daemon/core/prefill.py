@@ -349,6 +349,7 @@ class PrefillCore:
 
     def fetch_arrived(self, transfer: int, prompt_pages: Sequence[int], now: float) -> None:
         """Verified bytes of these prompt pages, ascending, are in the fetch's pool pages."""
+        self.cache.clock.now = now
         self.fetches.arrived(transfer, prompt_pages)
         self._pump(now)
 

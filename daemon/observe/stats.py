@@ -293,7 +293,7 @@ def _way_back(side: AnySide, stats: wire.WayBackStats) -> None:
     _look_ups(fetches.look_ups.counters, stats.look_ups)
     judge = fetches.judge
     stats.choices.extend(_reasons(judge.choices))
-    stats.tokens_per_second = judge.speed.tokens_per_second
+    stats.tokens_per_second = judge.speed.per_second
     stats.compute_seconds, stats.fetch_seconds = judge.compute_seconds, judge.fetch_seconds
 
 

@@ -241,8 +241,9 @@ def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) ->
     for request in requests:
         side.new_request(request)
     answers = [side.matched(request, 0) for request in requests]
-    assert answers == [(None, False)] * MOST_WAITING + [(0, False)] * 2
-    assert len(orders(side)) == MOST_WAITING
+    assert answers == [(None, False)] * (MOST_WAITING + 2)
+    assert len(orders(side)) == MOST_WAITING == side.counts.begins, "the others stay in the engine's queue"
+    assert side.matched(requests[-1], 0) == (None, False) and not orders(side)
     if how == "finished":
         side.finished(requests[0], [])
     else:
@@ -251,8 +252,25 @@ def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) ->
         else:
             side.reset(emptied=True)
         side.allocated(requests[0], blocks(TOKENS), 40 if how == "allocated" else 0)
-    assert side.matched(requests[-1], 0) == (None, False)
-    assert side.matched(requests[-2], 0) == (0, False)
+    assert side.matched(requests[-1], 0) == side.matched(requests[-2], 0) == (None, False)
+    assert side.counts.begins == MOST_WAITING + 1
+    side.hear(News(sessions={0: False}))
+    assert side.matched(requests[-2], 0) == (0, False), "nothing can come any more"
+
+
+def test_those_that_line_up_are_asked_about_once() -> None:
+    daemon = Daemon(fetch_tokens=16)
+    side = prefill(daemon)
+    for i in range(MOST_WAITING):
+        asked(side, f"r{i}", fetched=None)
+    request = Request("a", TOKENS, TO_PREFILL)
+    side.new_request(request)
+    assert side.matched(request, 0) == (None, False)
+    daemon.pages = 3
+    assert side.matched(request, 0) == (None, False)
+    side.allocated(Request("r0", TOKENS, TO_PREFILL), blocks(TOKENS), 0)
+    assert side.matched(request, TOKENS - 1) == (0, False), "the engine has it by now"
+    assert side.counts.begins == MOST_WAITING
 
 
 def test_what_was_found_of_another_of_the_same_id_is_no_more_than_this_prompt() -> None:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 OFF, AUTO, ALWAYS = "off", "auto", "always"
 
@@ -24,7 +25,8 @@ BYTES_PER_SECOND = 50e9  # of a session, likewise: fast enough for a first fetch
 ROUND_TRIP_SECONDS = 0.002  # in every estimate of a fetch
 RATE_SECONDS = 60.0  # a rate is believed for so long,
 SLOW_TIMES = 16  # and one that is too slow so often: a session's first fetch may be, and little time is lost
-WINDOW_SECONDS = 10.0  # of computing, in which what was measured before loses half of its weight
+WINDOW_SECONDS = 10.0  # of computing, in which what was measured before loses half of its weight,
+RATE_WINDOW_SECONDS = 0.5  # and of fetching
 
 # What became of a prompt of which pages were lacking: fetched, or computed and why.
 FETCH = "fetched"
@@ -53,82 +55,98 @@ class WayBackLimits:
 NO_WAY_BACK = WayBackLimits()
 
 
-class ComputeSpeed:
-    """The tokens that the engine computes in a second in which it has something to compute."""
+class Throughput:
+    """What is done of something, an engine's tokens or a session's bytes, in a second in which there is any to do.
+    assumed: before anything is measured; window: seconds in which what was measured before loses half of its weight.
+    """
 
-    def __init__(self) -> None:
-        self._left: dict[Hashable, int] = {}  # tokens of what is computed
-        self._tokens = 0.0
+    def __init__(self, assumed: float, window: float) -> None:
+        self._assumed = assumed
+        self._window = window
+        self._left: dict[Hashable, int] = {}  # of each request that has begun
+        self._done = 0.0
         self._seconds = 0.0
-        self._since = 0.0  # the last time that something was counted, while it computes
+        self._since = 0.0  # the last time that something was counted, while there is something to do
 
-    def begins(self, request: Hashable, tokens: int, now: float) -> None:
+    def begins(self, request: Hashable, amount: int, now: float) -> None:
         if not self._left:
             self._since = now
-        self._left[request] = tokens
+        self._left[request] = amount
 
-    def progress(self, request: Hashable, tokens: int, now: float) -> None:
-        """So many more tokens are computed."""
+    def progress(self, request: Hashable, amount: int, now: float) -> None:
+        """So much more of it is done."""
         if request in self._left:
-            self._left[request] = max(0, self._left[request] - tokens)
-        self._tokens += tokens
+            self._left[request] = max(0, self._left[request] - amount)
+        self._done += amount
         self._seconds += max(0.0, now - self._since)
-        self._since = now
-        if self._seconds > WINDOW_SECONDS:
-            self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
+        self._since = max(self._since, now)
+        if self._seconds > self._window:
+            self._done, self._seconds = self._done / 2, self._seconds / 2
 
     def ends(self, request: Hashable) -> None:
         """Idempotent."""
         self._left.pop(request, None)
 
     @property
-    def seconds_left(self) -> float:
-        """The estimate of what has begun."""
-        return sum(self._left.values()) / self.tokens_per_second
+    def idle(self) -> bool:
+        return not self._left
 
     @property
-    def tokens_per_second(self) -> float:
-        if self._tokens <= 0 or self._seconds <= 0:
-            return TOKENS_PER_SECOND
-        return self._tokens / self._seconds
+    def seconds_left(self) -> float:
+        """The estimate of what has begun."""
+        return sum(self._left.values()) / self.per_second
+
+    @property
+    def per_second(self) -> float:
+        if self._done <= 0 or self._seconds <= 0:
+            return self._assumed
+        return self._done / self._seconds
 
 
 @dataclass(slots=True)
-class _Rate:
-    nbytes: float
-    seconds: float
-    at: float
+class _Session:
+    bytes: Throughput = field(default_factory=partial(Throughput, BYTES_PER_SECOND, RATE_WINDOW_SECONDS))
+    at: float = 0.0  # of its last fetch's end
     refused: int = 0  # prompts since then, for which it is too slow
 
 
 class SessionRates:
-    """The bytes a second that fetches had, by session."""
+    """The bytes a second that sessions bring, however many fetches share one."""
 
     def __init__(self) -> None:
-        self._rates: dict[int, _Rate] = {}
+        self._sessions: dict[int, _Session] = {}
 
-    def measured(self, session: int, nbytes: int, seconds: float, now: float) -> None:
-        """A fetch brought so many bytes, its round trip among the seconds."""
-        rate = self._rates.setdefault(session, _Rate(0.0, 0.0, now))
-        moving = max(seconds - ROUND_TRIP_SECONDS, seconds / 2)
-        rate.nbytes, rate.seconds, rate.at = rate.nbytes / 2 + nbytes, rate.seconds / 2 + moving, now
-        rate.refused = 0
+    def begins(self, session: int, fetch: int, nbytes: int, now: float) -> None:
+        """The round trip until its first byte does not count."""
+        self._of(session, now).bytes.begins(fetch, nbytes, now + ROUND_TRIP_SECONDS)
 
-    def bytes_per_second(self, session: int, now: float) -> float:
-        rate = self._rates.get(session)
-        if rate is None or rate.seconds <= 0 or now - rate.at > RATE_SECONDS:
-            return BYTES_PER_SECOND
-        return max(1.0, rate.nbytes / rate.seconds)
+    def progress(self, session: int, fetch: int, nbytes: int, now: float) -> None:
+        self._of(session, now).bytes.progress(fetch, nbytes, now)
 
-    def too_slow(self, session: int) -> bool:
+    def ends(self, session: int, fetch: int, now: float) -> None:
+        of = self._of(session, now)
+        of.at, of.refused = now, 0
+        of.bytes.ends(fetch)
+
+    def seconds(self, session: int, nbytes: int, now: float) -> float:
+        """The estimate of so many bytes more, behind what is on its way."""
+        of = self._of(session, now).bytes
+        return ROUND_TRIP_SECONDS + of.seconds_left + nbytes / of.per_second
+
+    def too_slow(self, session: int, now: float) -> bool:
         """Whether one that is too slow for a prompt is not tried all the same; the prompt is counted."""
-        if (rate := self._rates.get(session)) is None:
-            return True
-        rate.refused += 1
-        return rate.refused <= SLOW_TIMES
+        of = self._of(session, now)
+        of.refused += 1
+        return of.refused <= SLOW_TIMES
+
+    def _of(self, session: int, now: float) -> _Session:
+        of = self._sessions.get(session)
+        if of is None or (of.bytes.idle and now - of.at > RATE_SECONDS):
+            of = self._sessions[session] = _Session(at=now)
+        return of
 
     def forget(self, session: int) -> None:
-        self._rates.pop(session, None)
+        self._sessions.pop(session, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +163,7 @@ class Judge:
 
     limits: WayBackLimits
     page_size: int
-    speed: ComputeSpeed = field(default_factory=ComputeSpeed)
+    speed: Throughput = field(default_factory=partial(Throughput, TOKENS_PER_SECOND, WINDOW_SECONDS))
     rates: SessionRates = field(default_factory=SessionRates)
     choices: Counter[str] = field(default_factory=Counter)
     compute_seconds: float = 0.0  # estimates of the last choice
@@ -156,12 +174,12 @@ class Judge:
         by an engine that could compute without them."""
         if self.limits.setting == ALWAYS:
             return FORCED_SECONDS
-        return PATIENCE * tokens / self.speed.tokens_per_second
+        return PATIENCE * tokens / self.speed.per_second
 
     def more_patience(self, tokens: int, waited: float) -> float:
         """Seconds for which a prompt that has waited so long may wait on for its Ask, since its engine computes others
         meanwhile; no longer in all than its own tokens take, and 0 where that is little."""
-        spare = min(SPARE * self.speed.seconds_left, tokens / self.speed.tokens_per_second - waited)
+        spare = min(SPARE * self.speed.seconds_left, tokens / self.speed.per_second - waited)
         return spare if self.limits.setting == AUTO and spare > self.patience(tokens) else 0.0
 
     def worth(self, session: int, pages: int, now: float) -> bool:
@@ -169,33 +187,36 @@ class Judge:
         if self.limits.setting == ALWAYS:
             return True
         tokens = pages * self.page_size
-        compute = tokens / self.speed.tokens_per_second
-        return tokens >= LEAST_TOKENS and MARGIN * self._fetch_estimate(session, pages, now) <= compute
+        return tokens >= LEAST_TOKENS and MARGIN * self._fetch_estimate(session, pages, now) <= self._compute(tokens)
 
     def seconds(self, session: int, fetched: int, computed: int, now: float) -> float:
         """The estimate of fetching so many pages from the session and computing so many behind them."""
-        compute = computed * self.page_size / self.speed.tokens_per_second
+        compute = computed * self.page_size / self.speed.per_second
         return self._fetch_estimate(session, fetched, now) + compute
 
     def worth_waiting(self, pages: int, seconds: float) -> bool:
         """Whether so many pages that come for another prompt are worth a wait of so long."""
-        return self.limits.setting == ALWAYS or seconds <= pages * self.page_size / self.speed.tokens_per_second
+        return self.limits.setting == ALWAYS or seconds <= pages * self.page_size / self.speed.per_second
 
     def _fetch_estimate(self, session: int, pages: int, now: float) -> float:
-        return ROUND_TRIP_SECONDS + pages * self.limits.page_bytes / self.rates.bytes_per_second(session, now)
+        return self.rates.seconds(session, pages * self.limits.page_bytes, now)
+
+    def _compute(self, tokens: int) -> float:
+        """The estimate of computing so many, behind what has begun."""
+        return self.speed.seconds_left + tokens / self.speed.per_second
 
     def choose(self, session: int, pages: int, now: float, gained: int | None = None) -> Choice:
         """The choice for so many pages that the session's decode daemon holds. `gained`: of them, those that need not
         be computed then, at least one; the engine holds the others itself. None: all."""
         tokens = (pages if gained is None else gained) * self.page_size
-        self.compute_seconds = tokens / self.speed.tokens_per_second
+        self.compute_seconds = self._compute(tokens)
         self.fetch_seconds = self._fetch_estimate(session, pages, now)
         if self.limits.setting == ALWAYS:
             seconds = max(LEAST_SECONDS, MOST_TIMES * self.fetch_seconds)
             return self.count(Choice(FETCH, min(seconds, MOST_SECONDS)))
         if tokens < LEAST_TOKENS:
             return self.count(Choice(FEW))
-        if MARGIN * self.fetch_seconds > self.compute_seconds and self.rates.too_slow(session):
+        if MARGIN * self.fetch_seconds > self.compute_seconds and self.rates.too_slow(session, now):
             return self.count(Choice(SLOW))
         patient = max(MOST_TIMES * self.fetch_seconds, LEAST_SHARE * self.compute_seconds)
         return self.count(Choice(FETCH, min(self.compute_seconds, patient)))

@@ -23,7 +23,6 @@ class Fetch:
     session: int
     first_page: int
     page_ids: tuple[int, ...]
-    began: float
     deadline: float
     there: bytearray  # by page, whether it has arrived
     stopped: str = ""  # why it drains

@@ -275,8 +275,9 @@ class Fetches:
         self._next += 1
         page_ids = tuple(prompt.pages[first : offer.end])
         entry.fetch = number
-        fetch = Fetch(number, entry, offer.session, first, page_ids, now, now + seconds, bytearray(len(page_ids)))
+        fetch = Fetch(number, entry, offer.session, first, page_ids, now + seconds, bytearray(len(page_ids)))
         self._open[number] = fetch
+        self.judge.rates.begins(offer.session, number, len(page_ids) * self.judge.limits.page_bytes, now)
         entry.move(EntryState.FETCHING)
         self.counters.opened += 1
         ask = peer.Ask(
@@ -303,7 +304,8 @@ class Fetches:
         fetch = self._open.get(number)
         if fetch is None:
             return
-        before = fetch.ready
+        before, nbytes = fetch.ready, len(prompt_pages) * self.judge.limits.page_bytes
+        self.judge.rates.progress(fetch.session, number, nbytes, self._cache.clock.now)
         for page in prompt_pages:
             fetch.there[page - fetch.first_page] = 1
         prompt = fetch.entry.prompt
@@ -349,8 +351,8 @@ class Fetches:
         now, entry = self._cache.clock.now, fetch.entry
         self._close(fetch)
         if fetch.stopped in ("", TOO_LATE):  # else the time says nothing of the session
-            nbytes = fetch.there.count(1) * self.judge.limits.page_bytes
-            self.judge.rates.measured(fetch.session, nbytes, now - fetch.began, now)
+            self.judge.rates.progress(fetch.session, fetch.number, 1, now)  # what brings nothing is slow, not unknown
+        self.judge.rates.ends(fetch.session, fetch.number, now)
         if entry.state is EntryState.FETCHING:
             self._go_on(fetch, entry)
         else:
@@ -431,7 +433,6 @@ class Fetches:
         """The session is over, and no copy of it runs. Before its requests are failed; others' go on with what has
         arrived."""
         self._sessions.discard(session)
-        self.judge.rates.forget(session)
         for entry in [entry for entry in self._following if entry.session == session]:
             del self._following[entry]
         for entry in self.look_ups.session_down(session):
@@ -445,3 +446,4 @@ class Fetches:
                 self._close(fetch)
                 for follower in self._followers(fetch):
                     self._resume(*follower)
+        self.judge.rates.forget(session)

@@ -180,7 +180,7 @@ def test_the_engines_speed_is_of_what_it_computes(patience: wire.Patience) -> No
     side.core.progress(1, B, OTHERS * PAGE, 0.0)
     side.core.aux(1, B, b"", 0.0)
     speed = side.core.fetches.judge.speed
-    speed._tokens = 0.0
+    speed._done = 0.0
     side.begin_a(patience, held=2 * PAGE, now=1.0, full=POOL - 1)
     if patience == wire.PATIENCE_FETCH:
         side.core.wake(1.5)
@@ -191,7 +191,7 @@ def test_the_engines_speed_is_of_what_it_computes(patience: wire.Patience) -> No
     assert side.state is EntryState.COMPUTING
     side.core.progress(1, A, (POOL - 1) * PAGE + 1, 3.0)
     began = 1.0 if patience == wire.PATIENCE_NONE else 1.5
-    assert speed.tokens_per_second == pytest.approx(((POOL - 3) * PAGE + 1) / (3.0 - began))
+    assert speed.per_second == pytest.approx(((POOL - 3) * PAGE + 1) / (3.0 - began))
 
 
 # -- into blocks of the engine's own -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_SESSION,
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
+from tests.daemon.core.way_back.fetched import measured
 from tests.daemon.core.way_back.test_fetches import FULL, TAIL, A, B, Fetching
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, digests, name
 
@@ -117,8 +118,8 @@ def test_who_holds_most_is_asked_once_all_have_answered() -> None:
 def test_who_is_slow_is_not_asked_for_one_page_more(rate: float, session: int) -> None:
     """A page is computed in 0.4 ms."""
     side = searching(held=4)
-    side.core.fetches.judge.rates.measured(OTHER, int(rate), 1.0, 0.0)
-    side.core.fetches.judge.rates.measured(ASKER, 10**9, 1.0, 0.0)
+    measured(side.core.fetches.judge.rates, OTHER, int(rate), 1.0, 0.0)
+    measured(side.core.fetches.judge.rates, ASKER, 10**9, 1.0, 0.0)
     side.found(OTHER, FULL)
     assert [start.session for start in side.of(StartFetch)] == [session]
 
@@ -201,7 +202,7 @@ def test_what_would_not_be_fetched_is_not_looked_up() -> None:
 @pytest.mark.usefixtures("cheap")
 def test_a_daemon_that_is_too_slow_is_not_asked() -> None:
     side = Looking(AUTO)
-    side.core.fetches.judge.rates.measured(OTHER, 64, 1.0, 0.0)
+    measured(side.core.fetches.judge.rates, OTHER, 64, 1.0, 0.0)
     side.asked_for()
     assert side.asked_whom() == [THIRD]
 
