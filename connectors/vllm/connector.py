@@ -293,14 +293,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
         self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)
         self._worker.start()
-        if rank is None or rank.rank == 0:
+        if rank is None or rank.rank == 0:  # beside other connectors nothing else says it
             self._worker.reports.add_news(News(namespace=self._facts.id))
         self._workers[self._engine] = self._worker
 
     def get_handshake_metadata(self) -> KVFerryFacts | None:
-        """None beside other connectors, where only the first step's news say the namespace: MultiConnector hands one's
-        word to all, and NixlConnector fails at another's. Where it is heard, this word comes before the first prompt is
-        looked up, and of all ranks."""
+        """None beside other connectors: MultiConnector hands one's word to all, and NixlConnector fails at another's.
+        There the first step's news alone say the namespace; this word comes before any step, and from all ranks."""
         return KVFerryFacts(self._facts) if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
