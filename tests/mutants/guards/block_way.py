@@ -219,7 +219,7 @@ GUARDS: tuple[Guard, ...] = (
         "RequestTools.end_seconds",
         "2 * self",
         "self",
-        BLOCKS_WAY,
+        ("tests/connectors/test_sending.py",),
     ),
     Guard(
         "a name that runs is given up by another that has it",
