@@ -105,7 +105,7 @@ class Throughput:
 
 @dataclass(slots=True)
 class _Session:
-    bytes: Throughput = field(default_factory=partial(Throughput, BYTES_PER_SECOND, RATE_WINDOW_SECONDS))
+    brings: Throughput = field(default_factory=partial(Throughput, BYTES_PER_SECOND, RATE_WINDOW_SECONDS))
     at: float = 0.0  # of its last fetch's end
     refused: int = 0  # prompts since then, for which it is too slow
 
@@ -118,19 +118,19 @@ class SessionRates:
 
     def begins(self, session: int, fetch: int, nbytes: int, now: float) -> None:
         """The round trip until its first byte does not count."""
-        self._of(session, now).bytes.begins(fetch, nbytes, now + ROUND_TRIP_SECONDS)
+        self._of(session, now).brings.begins(fetch, nbytes, now + ROUND_TRIP_SECONDS)
 
     def progress(self, session: int, fetch: int, nbytes: int, now: float) -> None:
-        self._of(session, now).bytes.progress(fetch, nbytes, now)
+        self._of(session, now).brings.progress(fetch, nbytes, now)
 
     def ends(self, session: int, fetch: int, now: float) -> None:
         of = self._of(session, now)
         of.at, of.refused = now, 0
-        of.bytes.ends(fetch)
+        of.brings.ends(fetch)
 
     def seconds(self, session: int, nbytes: int, now: float) -> float:
         """The estimate of so many bytes more, behind what is on its way."""
-        of = self._of(session, now).bytes
+        of = self._of(session, now).brings
         return ROUND_TRIP_SECONDS + of.seconds_left + nbytes / of.per_second
 
     def too_slow(self, session: int, now: float) -> bool:
@@ -141,7 +141,7 @@ class SessionRates:
 
     def _of(self, session: int, now: float) -> _Session:
         of = self._sessions.get(session)
-        if of is None or (of.bytes.idle and now - of.at > RATE_SECONDS):
+        if of is None or (of.brings.idle and now - of.at > RATE_SECONDS):
             of = self._sessions[session] = _Session(at=now)
         return of
 

@@ -323,7 +323,7 @@ _CORES = (
         "a rate is forgotten",
         _CHOICE,
         "SessionRates._of",
-        " or (of.bytes.idle and now - of.at > RATE_SECONDS)",
+        " or (of.brings.idle and now - of.at > RATE_SECONDS)",
         "",
         CHOICE,
     ),
