@@ -416,7 +416,7 @@ def main() -> None:
         decode_steps()
         return
     kept = new_memory(args.new_memory * GIB) if args.new_memory else None
-    for gib in (args.gib, 0) * args.rounds if "daemon" in args.only else ():
+    for gib in (0, args.gib) * args.rounds if "daemon" in args.only else ():
         asyncio.run(daemon(gib, args.device))
     del kept
     if set(args.only) == {"daemon"}:
