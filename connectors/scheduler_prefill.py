@@ -17,9 +17,8 @@ from kvferry.connectors.scheduler_side import (
     traceparent_of,
 )
 
-MOST_WAITING = (
-    8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's; more line up
-)
+MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
+LINE_SECONDS = 1.0  # that one more lines up at most: then it is computed
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +57,15 @@ class PrefillScheduler(SchedulerSide):
         if not self._view.up:
             return 0, False
         full = len(self._waiting) >= MOST_WAITING
-        if tracked.lines_up and full and self._session:
-            return None, False
+        if full and self._session and tracked.lines_up is not None:
+            tracked.hurried = tracked.hurried or self.now() >= tracked.lines_up + LINE_SECONDS
+            if not tracked.hurried:
+                return None, False
         if not tracked.hurried and self._may_fetch(tracked, computed):
-            tracked.lines_up = full
             if not full:
                 self._begin(tracked, waits=True)
+            elif tracked.lines_up is None:
+                tracked.lines_up = self.now()
             return None, False
         return self._held(tracked, request.num_prompt_tokens - 1, computed)
 
@@ -78,7 +80,8 @@ class PrefillScheduler(SchedulerSide):
         tracked.near = self._view.held_pages(tracked.chain.pages(most)) * page
         if most - tracked.near < least:
             return False
-        tracked.hurried = least > 1 and not self._worth.hold_up(most - max(computed, tracked.near))
+        if least > 1 and tracked.lines_up is None:  # one that lines up was found worth it
+            tracked.hurried = not self._worth.hold_up(most - max(computed, tracked.near))
         return not tracked.hurried
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:

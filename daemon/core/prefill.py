@@ -198,7 +198,7 @@ class PrefillCore:
             )
         else:
             prompt.aux = blob
-            self._keeper.speed.ends(entry)
+            self._keeper.computes_no_more(entry)
             if not entry.queued:
                 self._keeper.handed_in(entry)
         self._pump(now)

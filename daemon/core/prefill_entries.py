@@ -391,13 +391,19 @@ class EntryKeeper:
         failed = wire.Failed(name=entry.name.to_proto(), error=error.to_proto())
         self._outbox.tell(prompt.worker, wire.WorkerEvent(failed=failed))
 
+    def computes_no_more(self, entry: Entry) -> None:
+        """Called when its engine has no more of it to compute. Idempotent."""
+        self.speed.ends(entry)
+        if not self.speed.seconds_left:
+            self.fetches.ask_waits.engine_idle()
+
     def withdraw(self, entry: Entry, error: RequestError, state: EntryState) -> None:
         """Ends all that is sent for the request, which is in `state` from now on."""
         assert not entry.done
         self._sends.withdraw(entry, error)
         self.supply.leave(entry)
         self.fetches.leave(entry)
-        self.speed.ends(entry)
+        self.computes_no_more(entry)
         entry.move(state)
 
     def worker_ended(self, entry: Entry, error: RequestError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
-from kvferry.connectors.scheduler_prefill import MOST_WAITING, PrefillScheduler
+from kvferry.connectors.scheduler_prefill import LINE_SECONDS, MOST_WAITING, PrefillScheduler
 from kvferry.connectors.worth import TRY_AGAIN, Worth
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
 
@@ -258,13 +258,45 @@ def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) ->
     assert side.matched(requests[-2], 0) == (0, False), "nothing can come any more"
 
 
+def line(side: PrefillScheduler) -> Request:
+    """As many wait as may; one more."""
+    for i in range(MOST_WAITING):
+        assert asked(side, f"r{i}", fetched=None)
+    request = Request("a", TOKENS, TO_PREFILL)
+    side.new_request(request)
+    return request
+
+
+def test_nobody_lines_up_for_long() -> None:
+    side, now = prefill(Daemon(fetch_tokens=16)), [5.0]
+    side.now = lambda: now[0]
+    request = line(side)
+    assert side.matched(request, 0) == (None, False)
+    now[0] += LINE_SECONDS - 0.01
+    assert side.matched(request, 0) == (None, False)
+    now[0] += 0.02
+    assert side.matched(request, 0) == side.matched(request, 0) == (0, False)
+    assert side.counts.begins == MOST_WAITING
+
+
+def test_one_in_many_that_lines_up_is_tried_all_the_same() -> None:
+    side = prefill(Daemon(fetch_tokens=16))
+    for _ in range(9):
+        side._worth.waited(TOKENS - 1, 0)
+    held_up = [side._worth.hold_up(TOKENS - 1) for _ in range(TRY_AGAIN)]
+    assert not any(held_up)
+    side._waiting |= {f"w{i}" for i in range(MOST_WAITING)}
+    request = Request("a", TOKENS, TO_PREFILL)
+    side.new_request(request)
+    assert side.matched(request, 0) == (None, False) and side.counts.begins == 0
+    side._waiting.clear()
+    assert side.matched(request, 0) == (None, False) and side.counts.begins == 1
+
+
 def test_those_that_line_up_are_asked_about_once() -> None:
     daemon = Daemon(fetch_tokens=16)
     side = prefill(daemon)
-    for i in range(MOST_WAITING):
-        asked(side, f"r{i}", fetched=None)
-    request = Request("a", TOKENS, TO_PREFILL)
-    side.new_request(request)
+    request = line(side)
     assert side.matched(request, 0) == (None, False)
     daemon.pages = 3
     assert side.matched(request, 0) == (None, False)

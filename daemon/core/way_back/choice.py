@@ -57,12 +57,15 @@ NO_WAY_BACK = WayBackLimits()
 
 class Throughput:
     """What is done of something, an engine's tokens or a session's bytes, in a second in which there is any to do.
-    assumed: before anything is measured; window: seconds in which what was measured before loses half of its weight.
+    assumed: before anything is measured; window: seconds in which what was measured before loses half of its weight;
+    lag: seconds before the first of it is done, which do not count; half of what passes until then does in any case.
     """
 
-    def __init__(self, assumed: float, window: float) -> None:
+    def __init__(self, assumed: float, window: float, lag: float = 0.0) -> None:
         self._assumed = assumed
         self._window = window
+        self._lag = lag
+        self._lags = False  # there was nothing to do before, and nothing is done yet
         self._left: dict[Hashable, int] = {}  # of each request that has begun
         self._done = 0.0
         self._seconds = 0.0
@@ -70,16 +73,17 @@ class Throughput:
 
     def begins(self, request: Hashable, amount: int, now: float) -> None:
         if not self._left:
-            self._since = now
+            self._since, self._lags = now, True
         self._left[request] = amount
 
     def progress(self, request: Hashable, amount: int, now: float) -> None:
         """So much more of it is done."""
         if request in self._left:
             self._left[request] = max(0, self._left[request] - amount)
+        passed = max(0.0, now - self._since)
         self._done += amount
-        self._seconds += max(0.0, now - self._since)
-        self._since = max(self._since, now)
+        self._seconds += passed - min(self._lag, passed / 2) if self._lags else passed
+        self._since, self._lags = now, False
         if self._seconds > self._window:
             self._done, self._seconds = self._done / 2, self._seconds / 2
 
@@ -89,6 +93,7 @@ class Throughput:
 
     @property
     def idle(self) -> bool:
+        """Nothing has begun that has not ended."""
         return not self._left
 
     @property
@@ -103,11 +108,14 @@ class Throughput:
         return self._done / self._seconds
 
 
+_brings = partial(Throughput, BYTES_PER_SECOND, RATE_WINDOW_SECONDS, ROUND_TRIP_SECONDS)
+
+
 @dataclass(slots=True)
 class _Session:
-    brings: Throughput = field(default_factory=partial(Throughput, BYTES_PER_SECOND, RATE_WINDOW_SECONDS))
+    brings: Throughput = field(default_factory=_brings)
     at: float = 0.0  # of its last fetch's end
-    refused: int = 0  # prompts since then, for which it is too slow
+    refused: int = 0  # prompts since then, or since one was tried all the same, for which it is too slow
 
 
 class SessionRates:
@@ -117,8 +125,7 @@ class SessionRates:
         self._sessions: dict[int, _Session] = {}
 
     def begins(self, session: int, fetch: int, nbytes: int, now: float) -> None:
-        """The round trip until its first byte does not count."""
-        self._of(session, now).brings.begins(fetch, nbytes, now + ROUND_TRIP_SECONDS)
+        self._of(session, now).brings.begins(fetch, nbytes, now)
 
     def progress(self, session: int, fetch: int, nbytes: int, now: float) -> None:
         self._of(session, now).brings.progress(fetch, nbytes, now)
@@ -136,8 +143,8 @@ class SessionRates:
     def too_slow(self, session: int, now: float) -> bool:
         """Whether one that is too slow for a prompt is not tried all the same; the prompt is counted."""
         of = self._of(session, now)
-        of.refused += 1
-        return of.refused <= SLOW_TIMES
+        of.refused = (of.refused + 1) % (SLOW_TIMES + 1)
+        return of.refused > 0
 
     def _of(self, session: int, now: float) -> _Session:
         of = self._sessions.get(session)
@@ -196,7 +203,7 @@ class Judge:
 
     def worth_waiting(self, pages: int, seconds: float) -> bool:
         """Whether so many pages that come for another prompt are worth a wait of so long."""
-        return self.limits.setting == ALWAYS or seconds <= pages * self.page_size / self.speed.per_second
+        return self.limits.setting == ALWAYS or seconds <= self._compute(pages * self.page_size)
 
     def _fetch_estimate(self, session: int, pages: int, now: float) -> float:
         return self.rates.seconds(session, pages * self.limits.page_bytes, now)
@@ -218,7 +225,7 @@ class Judge:
             return self.count(Choice(FEW))
         if MARGIN * self.fetch_seconds > self.compute_seconds and self.rates.too_slow(session, now):
             return self.count(Choice(SLOW))
-        patient = max(MOST_TIMES * self.fetch_seconds, LEAST_SHARE * self.compute_seconds)
+        patient = max(MOST_TIMES * self.fetch_seconds, LEAST_SHARE * tokens / self.speed.per_second)
         return self.count(Choice(FETCH, min(self.compute_seconds, patient)))
 
     def count(self, choice: Choice) -> Choice:

@@ -17,6 +17,7 @@ from kvferry.daemon.core.effects import BindPages, Outbox, StartFetch, StopFetch
 from kvferry.daemon.core.errors import RequestError, invalid, precondition
 from kvferry.daemon.core.prefill_entry import BegunPrompt, Entry, EntryState
 from kvferry.daemon.core.reservations import Hold
+from kvferry.daemon.core.way_back.ask_waits import AskWaits
 from kvferry.daemon.core.way_back.choice import NO_ASK, NO_PAGES, NO_SESSION, NOT_HELD, OFF, Choice, Judge
 from kvferry.daemon.core.way_back.fetch import Fetch, Offer
 from kvferry.daemon.core.way_back.look_ups import LookUps
@@ -48,10 +49,10 @@ class Fetches:
         self.elsewhere_tokens = 0  # of them, from a daemon that did not ask for the prompt
         self.followed_tokens = 0  # that another's fetch has brought
         self._cache = cache
+        self.ask_waits = AskWaits(cache, judge, outbox)
         self._outbox = outbox
         self._lengthen = lengthen
         self._publish, self._begin, self._settle = publish, begin, settle
-        self._looking: dict[Entry, float] = {}  # that wait for an Ask, until when
         self._searching: dict[Entry, float] = {}  # that wait for answers to look-ups, until when
         self._following: dict[Entry, Fetch] = {}  # that wait for another's fetch
         self._offers: dict[Entry, Offer] = {}  # for which engines are to name blocks
@@ -75,10 +76,14 @@ class Fetches:
         prompt = entry.prompt
         assert prompt is not None
         if prompt.patience == wire.PATIENCE_NONE:
-            self.judge.speed.begins(entry, self._lacking(prompt), prompt.begun_at)
+            self._computes(entry, prompt, prompt.begun_at)
         if prompt.patience == wire.PATIENCE_FETCH:
-            self._short[entry] = until = prompt.begun_at + self.judge.patience(self._lacking(prompt))
+            self._short[entry] = until = self.ask_waits.first(prompt)
             self._outbox.put(WakeAt(until))
+
+    def _computes(self, entry: Entry, prompt: BegunPrompt, now: float) -> None:
+        """The engine does so, whatever it has; of one that is not ahead nothing is heard before it has its pages."""
+        self.judge.speed.begins(entry, self.ask_waits.lacking(prompt) if prompt.is_ahead else 0, now)
 
     def take(self, entry: Entry) -> bool:
         """Whether the request, which has its pages, waits here first."""
@@ -93,20 +98,13 @@ class Fetches:
             return False
         if entry.asked:
             return self._look_around(entry, prompt)
-        until = self._patient_until(prompt)
+        until = self.ask_waits.until(prompt)
         if until <= self._cache.clock.now:
             self.judge.count(Choice(NO_ASK))
             return False
-        self._looking[entry] = until
-        self._wait(entry, until)
+        entry.move(EntryState.LOOKING)
+        self.ask_waits.wait(entry, until)
         return True
-
-    def _lacking(self, prompt: BegunPrompt) -> int:
-        """Tokens that its engine is to compute as it is."""
-        return prompt.tokens - max(prompt.hold.matched, prompt.engine_held) * self._cache.page_size
-
-    def _patient_until(self, prompt: BegunPrompt) -> float:
-        return prompt.begun_at + self.judge.patience(self._lacking(prompt))
 
     def _wait(self, entry: Entry, until: float) -> None:
         if entry.state is not EntryState.LOOKING:
@@ -115,7 +113,7 @@ class Fetches:
 
     def asked(self, entry: Entry) -> None:
         """A decode daemon has asked for it."""
-        if self._looking.pop(entry, None) is not None:
+        if self.ask_waits.ends(entry):
             assert entry.prompt is not None
             if not self._look_around(entry, entry.prompt):
                 self._begin(entry)
@@ -140,7 +138,7 @@ class Fetches:
         """Asks others for what the decode daemon that asks lacks, too."""
         most, had = self._most(prompt), max(self._held(entry), prompt.hold.matched, prompt.engine_held)
         now = self._cache.clock.now
-        until = min(self._patient_until(prompt), now + self.judge.patience((most - had) * self._cache.page_size))
+        until = min(self.ask_waits.until(prompt), now + self.judge.patience((most - had) * self._cache.page_size))
         if had >= most or until <= now or self._leader(prompt) is not None:
             return False
         if not self.look_ups.begin(entry, prompt, most, lambda other: self.judge.worth(other, most - had, now)):
@@ -391,23 +389,18 @@ class Fetches:
 
     def leave(self, entry: Entry) -> None:
         """The request has ended: it waits for nothing here; what is on its way drains."""
-        for waits in (self._looking, self._searching, self._following, self._short, self._offers):
+        for waits in (self._searching, self._following, self._short, self._offers):
             waits.pop(entry, None)
+        self.ask_waits.ends(entry)
         self.look_ups.take(entry)
         if entry.fetch is not None:
             self.stop(entry.fetch, "request_ended")
 
     def wake(self, now: float) -> None:
         """Lets those begin that have waited long enough."""
-        for entry in [entry for entry, until in self._looking.items() if until <= now]:
-            assert entry.prompt is not None
-            if more := self.judge.more_patience(self._lacking(entry.prompt), now - entry.prompt.begun_at):
-                self._looking[entry] = now + more
-                self._outbox.put(WakeAt(now + more))
-                continue
-            del self._looking[entry]
+        while (over := self.ask_waits.next_over()) is not None:
             self.judge.count(Choice(NO_ASK))
-            self._begin(entry)
+            self._begin(over)
         for entry in [entry for entry, until in self._searching.items() if until <= now]:
             self.look_ups.timed_out(entry)
             self._end_search(entry)
@@ -424,8 +417,8 @@ class Fetches:
         if entry.state is EntryState.RESTORING:
             return  # its pages are there, and copies end by themselves
         del self._short[entry]
-        self.judge.speed.begins(entry, self._lacking(prompt), self._cache.clock.now)
         prompt.patience = wire.PATIENCE_NONE
+        self._computes(entry, prompt, self._cache.clock.now)
         self.judge.count(Choice(NO_PAGES))
         self._tell(entry, 0)
 

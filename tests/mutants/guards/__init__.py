@@ -10,7 +10,6 @@ from tests.mutants.guards import (
     engine_resets,
     engines,
     files,
-    first_tokens,
     look_ups,
     memory,
     native,
@@ -23,6 +22,7 @@ from tests.mutants.guards import (
     sides,
     stows,
     way_back,
+    way_back_choices,
 )
 
 GUARDS: tuple[Guard, ...] = (
@@ -44,7 +44,7 @@ GUARDS: tuple[Guard, ...] = (
     *block_way.GUARDS,
     *other_loads.GUARDS,
     *engine_resets.GUARDS,
-    *first_tokens.GUARDS,
     *way_back.GUARDS,
+    *way_back_choices.GUARDS,
     *look_ups.GUARDS,
 )

@@ -9,7 +9,8 @@ ENGINES = ("tests/daemon/core/way_back/test_engines.py",)
 PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
 SCHEDULER = ("tests/connectors/test_way_back.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
-_CHOICE = "daemon/core/way_back/choice.py"
+_CHOICE, _ASK_WAITS = "daemon/core/way_back/choice.py", "daemon/core/way_back/ask_waits.py"
+BUSY = ("tests/daemon/core/way_back/test_busy_engines.py",)
 
 _CORES = (
     Guard(
@@ -47,10 +48,10 @@ _CORES = (
     Guard("a fetch has a deadline", _FETCHES, "Fetches.wake", "if fetch.deadline <= now:", "if False:", FETCHES),
     Guard(
         "an Ask is waited for briefly",
-        _FETCHES,
-        "Fetches.wake",
-        "_looking.items() if until <= now]",
-        "_looking.items() if until < 0]",
+        _ASK_WAITS,
+        "AskWaits.next_over",
+        "if (later := self.until(entry.prompt)) <= now:",
+        "if (later := 1e9) <= now:",
         FETCHES,
     ),
     Guard(
@@ -316,48 +317,6 @@ _CORES = (
         "await step.over()",
         "pass",
         ("tests/connectors/worker_side/test_way_back_of_blocks.py",),
-    ),
-    Guard("fetching is to be twice as fast", _CHOICE, "Judge.choose", "if MARGIN * self", "if self", CHOICE),
-    Guard("few tokens are computed", _CHOICE, "Judge.choose", "if tokens < LEAST_TOKENS:", "if tokens < 0:", CHOICE),
-    Guard(
-        "a rate is forgotten",
-        _CHOICE,
-        "SessionRates._of",
-        " or (of.brings.idle and now - of.at > RATE_SECONDS)",
-        "",
-        CHOICE,
-    ),
-    Guard(
-        "a session that was too slow is tried again",
-        _CHOICE,
-        "Judge.choose",
-        " and self.rates.too_slow(session, now)",
-        "",
-        CHOICE,
-    ),
-    Guard(
-        "an Ask is waited for no longer than the prompt's own tokens take",
-        _CHOICE,
-        "Judge.more_patience",
-        "tokens / self.speed.per_second - waited",
-        "math.inf",
-        CHOICE,
-    ),
-    Guard(
-        "a prompt waits for its Ask while others are computed",
-        _FETCHES,
-        "Fetches.wake",
-        "if more := self.",
-        "if more := 0 * self.",
-        FETCHES,
-    ),
-    Guard(
-        "prompts that lack little say nothing of those that lack much",
-        "connectors/worth.py",
-        "Worth.waited",
-        "size = lacking.bit_length()",
-        "size = 14",
-        SCHEDULER,
     ),
 )
 

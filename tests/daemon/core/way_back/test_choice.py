@@ -114,6 +114,17 @@ def test_fetches_that_share_a_session_share_its_time() -> None:
     assert rates.seconds(1, 4 * 10**9, 0.2) == pytest.approx(ROUND_TRIP_SECONDS + 0.2 + 0.1), "it is behind the others"
 
 
+@pytest.mark.parametrize(("nbytes", "seconds", "bound"), [(2_100_000, 0.0041, 1.1e9), (20_000_000, 0.0019, 22e9)])
+def test_many_small_fetches_say_what_a_session_carries(nbytes: int, seconds: float, bound: float) -> None:
+    """The round trip in each is left out, but for half of its time at most."""
+    rates = SessionRates()
+    for fetch in range(1000):
+        rates.begins(1, fetch, nbytes, fetch / 100)
+        rates.progress(1, fetch, nbytes, fetch / 100 + seconds)
+        rates.ends(1, fetch, fetch / 100 + seconds)
+    assert 0.9e9 < rate(rates, 1, 10.0) < bound
+
+
 def test_a_session_that_brought_nothing_is_slow_not_broken() -> None:
     rates = SessionRates()
     measured(rates, 1, 1, 3.0, 0.0)
@@ -147,6 +158,7 @@ def test_a_session_that_was_too_slow_is_tried_again_and_again_but_seldom() -> No
     measured(chosen.rates, 1, 1, 1.0, 0.0)
     tried = [chosen.choose(1, 100, 0.0).why == FETCH for _ in range(SLOW_TIMES + 1)]
     assert tried == [False] * SLOW_TIMES + [True]
+    assert [chosen.choose(1, 100, 0.0).why for _ in range(2)] == [SLOW] * 2, "one is a trial, or was declined"
     measured(chosen.rates, 1, 1, 1.0, 0.0)
     assert chosen.choose(1, 100, 0.0).why == SLOW
     measured(chosen.rates, 1, 10**12, 1.0, 0.0)
@@ -219,3 +231,6 @@ def test_a_busy_engine_leaves_more_time_for_a_fetch() -> None:
     chosen.speed.begins("a", 2000, 0.0)
     choice = chosen.choose(1, 100, 0.0)
     assert choice.why == FETCH and chosen.compute_seconds == pytest.approx(8400 / TOKENS_PER_SECOND)
+    chosen.speed.begins("b", 1_000_000, 0.0)
+    assert chosen.choose(2, 100, 0.0).seconds == pytest.approx(0.25 * 6400 / TOKENS_PER_SECOND), "of its own tokens"
+    assert chosen.worth_waiting(100, 100.0) and not chosen.worth_waiting(100, 101.0)
