@@ -192,4 +192,6 @@ def test_one_that_brings_nothing_in_its_time_is_slow() -> None:
     side.wake(end)
     side.core.fetch_drained(1, end)
     side.take()
-    assert side.core.fetches.judge.rates.seconds(ASKER, 10**6, end) > 1000
+    rates = side.core.fetches.judge.rates
+    assert rates.seconds(ASKER, 10**6, end) > 1000
+    assert rates.seconds(ASKER, 1, end) < 2, "nothing of it is on its way any more"
