@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 
+from kvferry import listening
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError, parse_address
 from kvferry.daemon.observe.rpc_times import RpcTimes
@@ -30,7 +30,8 @@ class GrpcServers:
     def bind_tcp(self, listen: str, tls: TlsWatch | None) -> str:
         """The HOST:PORT that it listens at. ConfigError where it cannot."""
         host, port = parse_address(listen)
-        _check_free(listen)
+        if why := listening.why_not(host, port):
+            raise ConfigError(f"--listen {listen}: {why}")
         try:
             if tls is None:
                 bound = self.tcp.add_insecure_port(listen)
@@ -80,16 +81,3 @@ def make_servers(config: DaemonConfig, rpcs: RpcTimes, tls: TlsWatch | None) -> 
 def most_calls(clients: int) -> int:
     """Calls of a server at a time, sessions among them; gRPC refuses more with RESOURCE_EXHAUSTED."""
     return CALLS_PER_CLIENT * clients + MORE_CALLS
-
-
-def _check_free(listen: str) -> None:
-    """ConfigError where nothing can listen there; gRPC would say so in lines of its own."""
-    host, port = parse_address(listen)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
-            probe.listen()
-    except OSError as error:
-        raise ConfigError(f"--listen {listen}: {error.strerror or error}") from error

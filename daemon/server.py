@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from kvferry.daemon import backstop
 from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
-from kvferry.daemon.config.values import ConfigError
+from kvferry.daemon.config.values import ConfigError, size
 from kvferry.daemon.grpc_servers import CALLS_PER_CLIENT, GrpcServers, make_servers
 from kvferry.daemon.memory.capacity import host_lacks
 from kvferry.daemon.observe.health import HealthWatch
@@ -350,9 +351,13 @@ def _check_host_dir(config: DaemonConfig) -> None:
     """Makes it, 0700; ConfigError where files cannot be made in it. They are opened when a worker names its model."""
     if not config.host_dir:
         return
+    is_new = not os.path.isdir(config.host_dir)
     try:
         os.makedirs(config.host_dir, mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--host-dir {config.host_dir!r}: {error.strerror}") from error
     if not os.access(config.host_dir, os.W_OK | os.X_OK):
         raise ConfigError(f"--host-dir {config.host_dir!r} cannot be written to")
+    if is_new:
+        free = size(shutil.disk_usage(config.host_dir).free)
+        log.info("--host-dir %s is new; %s are free there", config.host_dir, free)

@@ -227,7 +227,7 @@ def _run(args: argparse.Namespace, host: str, port: int, edge: EdgeSettings, dae
         asyncio.run(_serve(config))
     except OSError as error:
         print(f"kvferry front: {error.strerror}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -142,7 +142,7 @@ def _listen_for(flag: str, at: Listen) -> socket.socket:
     try:
         return listen(at.host, at.port)
     except OSError as error:
-        raise OSError(error.errno, f"{flag} {at}: {error}") from error
+        raise OSError(error.errno, f"{flag} {at}: {error.strerror or error}") from error
 
 
 async def _tell(service: FrontService, wait_s: float, address: str, ready: Callable[[str], None]) -> None:

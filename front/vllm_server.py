@@ -43,7 +43,7 @@ def run(config: VllmConfig, serving: VllmServing, *, under: Under) -> int:
         sockets = listen_all(serving.host, serving.port, serving.edge)
     except OSError as error:
         print(f"kvferry front: {error.strerror}", file=sys.stderr)
-        return 1
+        return 2
     address = address_of(sockets.front)
     processes = serving.processes
     each = replace(config, max_requests=-(-config.max_requests // processes))

@@ -59,8 +59,10 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
     text += f", pools take {size(shared)}" if shared else ""
     text += f", host tier takes {size(tier)}" if tier else ""
-    if room.nbytes < slots + shared + tier:
+    if room.nbytes < slots + shared:
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
+    elif room.nbytes < slots + shared + tier:
+        yield Finding(BAD, "memory", text, "a smaller --host-bytes, or a file by --host-dir; or more memory")
     else:
         yield Finding(OK, "memory", text)
     if config.host_dir:

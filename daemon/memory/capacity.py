@@ -70,7 +70,8 @@ def pool_lacks(config: DaemonConfig, roles: int | None = None) -> list[str]:
 
 def host_lacks(config: DaemonConfig) -> list[str]:
     """The reason for which the host tier will stay small, with its remedy."""
-    tier = in_memory(config)
-    if tier and (lack := memory_room.lacks(tier)):
-        return [f"host tier: {lack}; a smaller --host-bytes, or --host-dir: it grows as far as that"]
-    return []
+    tier, room = in_memory(config), memory_room.tightest()
+    if room is None or tier <= room.nbytes:
+        return []
+    there = f"host tier: {size(tier)} are asked for, {size(room.nbytes)} are there ({room.name})"
+    return [f"{there}; it grows that far. A smaller --host-bytes, or a file by --host-dir"]

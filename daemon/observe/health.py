@@ -67,7 +67,7 @@ class HealthWatch:
                 self._replace_stalled_couriers(now)
                 if serving is not (not stalled):
                     serving = not stalled
-                    log.log(*((logging.INFO, "serving") if serving else (logging.ERROR, f"stalled: {stalled}")))
+                    log.log(*((logging.INFO, "nothing stalls") if serving else (logging.ERROR, f"stalled: {stalled}")))
                     self._announce(serving)
                 await asyncio.sleep(self._pause)
         finally:

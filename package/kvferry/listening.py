@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import socket
 from typing import NamedTuple
 
 from kvferry import addresses
@@ -25,6 +26,19 @@ def listen(text: str) -> Listen:
         return Listen(*addresses.split(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from error
+
+
+def why_not(host: str, port: int) -> str:
+    """Why nothing can listen there; "" where it can: gRPC would say so in lines of its own."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+            probe.listen()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -215,6 +216,16 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         assert f"{tmp_path} has no config.json".encode() in errors
 
     asyncio.run(scenario())
+
+
+def test_an_address_in_use_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ("--listen", address, "--model", str(tmp_path), "--socket", str(tmp_path / "none"))
+        command = (sys.executable, "-m", "kvferry", "worker", "decode", *flags)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == f"kvferry worker: --listen {address}: Address already in use\n"
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ def of_the_machine() -> MemoryRoom | None:
     if "MemAvailable" not in found:
         return None
     others = min(MOST_FOR_OTHERS, found.get("MemTotal", 0) // 8)
-    name = f"MemAvailable of /proc/meminfo, less {others} for others"
+    name = f"MemAvailable of /proc/meminfo, of which {others >> 20} MiB are left to others"
     return MemoryRoom(name, max(0, found["MemAvailable"] - others))
 
 

@@ -70,12 +70,15 @@ def test_a_host_tier_that_does_not_fit_in_memory_is_said_and_takes_no_shared_mem
     assert not pool_room.host_lacks(config)
     large = config.model_copy(update={"host_bytes": (1 << 29) + 1})
     (lack,) = pool_room.host_lacks(large)
-    assert lack.startswith("host tier: 1073741826 bytes are wanted, a cgroup leaves 1073741824; a smaller --host-bytes")
+    assert lack.startswith(
+        "host tier: 1.0 GiB are asked for, 1.0 GiB are there (a cgroup); it grows that far. A smaller"
+    )
     assert not pool_room.host_lacks(large.model_copy(update={"host_dir": str(tmp_path)}))
     assert not pool_room.pool_lacks(large), "it grows as far as there is room"
     (_, finding), (_, kept) = doctor.memory(large), doctor.memory(config)
     assert (finding.level, kept.level) == ("bad", "bad"), "slots want some, too"
     assert "1.0 GiB by a cgroup" in finding.found and "host tier takes 1.0 GiB" in finding.found
+    assert finding.remedy.startswith("a smaller --host-bytes")
 
 
 def test_what_does_not_fit_on_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

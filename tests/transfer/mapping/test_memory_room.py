@@ -12,7 +12,7 @@ from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
 
 MACHINE, OTHERS = 10_000, 1_000  # kB that are free for this process, and that stay with others
-NAME = f"MemAvailable of /proc/meminfo, less {OTHERS * 1024} for others"
+NAME = f"MemAvailable of /proc/meminfo, of which {OTHERS >> 10} MiB are left to others"
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
