@@ -3,16 +3,25 @@
 * The collector of garbage is off meanwhile, and looks at nothing later that was there when collection ended.
 * Rewritten asserts are kept in __pycache__, where that may be written. Each worker begins at a place of its own, so
   that it finds what the others have written when it comes to theirs; the order of the tests is everybody's.
+
+No example of Hypothesis's has a deadline: a loaded machine would miss it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Generator
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
+
+with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
+    from hypothesis import settings
+
+    settings.register_profile("kvferry", deadline=None)
+    settings.load_profile("kvferry")
 
 TESTS = Path(__file__).parent
 order: list[Path] = []  # of what lies in this folder
