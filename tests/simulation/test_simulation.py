@@ -140,7 +140,7 @@ MET_WITH_PATIENCE = (
     "pages that came back",
     "prompts that wait in the host tier",
 )
-WAITING = {with_stows: (MET_WITH_STOWS, (10,)), with_patience: (MET_WITH_PATIENCE, (4, 9))}
+WAITING = {with_stows: (MET_WITH_STOWS, (10,)), with_patience: (MET_WITH_PATIENCE, (9, 19))}
 MANY_WAITING = 300
 
 
