@@ -16,6 +16,7 @@ from rig import Run, Setup, run
 from kvferry.workers.models.engine_model import read_engine_model
 
 PREFILLS = 4
+AT_ONCE = 3  # chats, whose turns come to the servers in turn: each to another than the one before
 SLOWER_LIMIT = 3.0  # percent, where nothing can be fetched
 
 
@@ -51,7 +52,7 @@ def both(bench: Bench, title: str, setup: Setup, load: list[str]) -> tuple[Run, 
 def claim(bench: Bench) -> None:
     chats = Chats(conversations=12, turns=5)
     setup = replace(bench.setup(2 * chats.working_set, chats), prefills=PREFILLS)
-    _, on = both(bench, "multi-turn chats, 4 at a time", setup, chats.load(4))
+    _, on = both(bench, f"multi-turn chats, {AT_ONCE} at a time", setup, chats.load(AT_ONCE))
     bound = endless(chats)
     fetches = sum(side.way_back.transfers.completed for side in on.prefills)
     model = read_engine_model(bench.engine)
