@@ -56,18 +56,25 @@ class PrefillScheduler(SchedulerSide):
             return answer(tracked.found, computed)
         if not self._view.up:
             return 0, False
-        full = len(self._waiting) >= MOST_WAITING
-        if full and self._session and tracked.lines_up is not None:
-            tracked.hurried = tracked.hurried or self.now() >= tracked.lines_up + LINE_SECONDS
-            if not tracked.hurried:
-                return None, False
-        if not tracked.hurried and self._may_fetch(tracked, computed):
-            if not full:
-                self._begin(tracked, waits=True)
-            elif tracked.lines_up is None:
-                tracked.lines_up = self.now()
+        if self._holds_up(tracked, computed):
             return None, False
         return self._held(tracked, request.num_prompt_tokens - 1, computed)
+
+    def _holds_up(self, tracked: Tracked, computed: int) -> bool:
+        """Whether a prompt waits for what may be fetched, begun from now on, or lines up for that."""
+        if tracked.hurried:
+            return False
+        full = len(self._waiting) >= MOST_WAITING
+        if full and self._session and tracked.lines_up is not None:  # it has been looked at
+            tracked.hurried = self.now() >= tracked.lines_up + LINE_SECONDS
+            return not tracked.hurried
+        if not self._may_fetch(tracked, computed):
+            return False
+        if not full:
+            self._begin(tracked, waits=True)
+        elif tracked.lines_up is None:
+            tracked.lines_up = self.now()
+        return True
 
     def _may_fetch(self, tracked: Tracked, computed: int) -> bool:
         """Whether the daemon may fetch enough of it from the decode daemon that asks for it."""

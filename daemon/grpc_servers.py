@@ -30,7 +30,7 @@ class GrpcServers:
     def bind_tcp(self, listen: str, tls: TlsWatch | None) -> str:
         """The HOST:PORT that it listens at. ConfigError where it cannot."""
         host, port = parse_address(listen)
-        if why := listening.why_not(host, port):
+        if why := listening.cannot_listen(host, port):
             raise ConfigError(f"--listen {listen}: {why}")
         try:
             if tls is None:

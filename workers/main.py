@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     if problem := listening.problem(args, "front ends come without TLS and without a login"):
         print(f"kvferry worker: {problem}", file=sys.stderr)
         return 2
-    if why := listening.why_not(*args.listen):  # before a model is loaded
+    if why := listening.cannot_listen(*args.listen):  # before a model is loaded
         print(f"kvferry worker: --listen {args.listen}: {why}", file=sys.stderr)
         return 2
     args.synthetic = args.synthetic or args.engine is not None

@@ -44,7 +44,7 @@ import httpx
 import psutil
 from cluster import DEVICES, SCHEDULER, Cluster, Spec, machine, model_folder, ranks_of
 from engine_threads import descendants
-from gpu_tables import SYSTEMS, Key
+from gpu_tables import AT_ONCE, SYSTEMS, Key
 from gpu_turns import Measured, Shape, drive, median, nothing, settled
 from rank_devices import devices_of
 from rich.console import Console
@@ -80,9 +80,9 @@ def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
 
 
 def spec_for(system: str, spec: Spec) -> Spec:
-    if system.startswith("first") or system in ("at-once", "back"):
+    if system.startswith("first") or system in AT_ONCE:
         spec = replace(spec, decode_flags=SCHEDULER)
-    if system in ("at-once", "back"):
+    if system in AT_ONCE:
         back = ("--way-back", "auto") if system == "back" else ()
         return replace(spec, pool="engine", first_token="prefill", daemon_flags=back)
     if system.endswith("blocks"):

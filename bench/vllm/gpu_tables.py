@@ -14,7 +14,8 @@ from gpu_turns import STAGES, Measured, median
 from rich.console import Console
 from rich.table import Table
 
-SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", "at-once", "back")
+AT_ONCE = ("at-once", "back")  # whose front end streams prefill's token
+SYSTEMS = ("alone", "nixl", "offload", "kvferry", "blocks", "first", "first-blocks", *AT_ONCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str
 
     One vLLM: queue and prefill are D's. Legs in series: all of prefill's stand before decode's. Legs at once: decode's
     load runs beside prefill's queue and prefill, and the hand-off is what it takes beyond them; where the front end
-    streams prefill's token ("at-once", "back"), decode has no part in it."""
+    streams prefill's token (AT_ONCE), decode has no part in it."""
     queue, prefill, end = (told.get(f"P {name}", 0.0) for name in ("queue", "prefill", "e2e"))
     waited, first = told.get("D queue", 0.0), told.get("D prefill", 0.0)
     found = {"P queue": queue, "P prefill": prefill, "D first step": first}
@@ -159,7 +160,7 @@ def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str
         found |= {"D front end": front, "D queue": waited}
     elif "load" not in told:
         found |= {"P front end": end - queue - prefill, "D front end": front, "D queue": waited}
-    elif system in ("at-once", "back"):
+    elif system in AT_ONCE:
         found |= {"P front end": end - queue - prefill, "D first step": 0.0}
     else:
         hand_off = told["load"] - queue - prefill

@@ -9,7 +9,6 @@ import asyncio
 import os
 import resource
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from kvferry.daemon.peers.handshake import has_way_back
 from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
 from kvferry.daemon.socket_file import MAX_PATH_BYTES
 from kvferry.frames import SUFFIX
-from kvferry.listening import is_loopback
+from kvferry.listening import cannot_listen, is_loopback
 from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
 from kvferry.transfer.mapping import memory_room
 
@@ -195,19 +194,6 @@ def network(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(NOTE if slow else OK, f"interface {interface.name}", text, remedy)
     for device in rdma_devices():
         yield Finding(OK, f"RDMA device {device}", _read(Path("/sys/class/infiniband") / device / "fw_ver") or "here")
-
-
-def cannot_listen(host: str, port: int) -> str:
-    """Why nothing can listen there now; empty where something can."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
-            probe.listen()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def gpus(config: DaemonConfig) -> Iterator[Finding]:

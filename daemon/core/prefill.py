@@ -163,8 +163,7 @@ class PrefillCore:
             self._keeper.fail(entry, error)
             self._pump(now)
             return
-        had = max(prompt.computed, prompt.engine_held * self.cache.page_size)
-        self._keeper.speed.progress(entry, max(0, tokens - had), now)
+        self._keeper.speed.progress(entry, max(0, tokens - self._keeper.had(prompt)), now)
         prompt.computed = tokens
         if not entry.queued:
             self._keeper.computed(entry)

@@ -237,8 +237,7 @@ class EntryKeeper:
         assert prompt is not None
         entry.move(EntryState.COMPUTING)
         if prompt.aux is None:
-            had = max(prompt.computed, prompt.engine_held * self._cache.page_size)
-            self.speed.begins(entry, prompt.tokens - had, self._cache.clock.now)
+            self.speed.begins(entry, prompt.tokens - self.had(prompt), self._cache.clock.now)
         begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=0 if prompt.is_ahead else prompt.computed)
         if prompt.blocks is not None:
             self._bind(prompt, range(len(prompt.pages)))
@@ -390,6 +389,10 @@ class EntryKeeper:
         entry.failure = reason_of(error.code)
         failed = wire.Failed(name=entry.name.to_proto(), error=error.to_proto())
         self._outbox.tell(prompt.worker, wire.WorkerEvent(failed=failed))
+
+    def had(self, prompt: BegunPrompt) -> int:
+        """Tokens that its engine need not compute any more."""
+        return max(prompt.computed, prompt.engine_held * self._cache.page_size)
 
     def computes_no_more(self, entry: Entry) -> None:
         """Called when its engine has no more of it to compute. Idempotent."""

@@ -28,7 +28,7 @@ def listen(text: str) -> Listen:
         raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from error
 
 
-def why_not(host: str, port: int) -> str:
+def cannot_listen(host: str, port: int) -> str:
     """Why nothing can listen there; "" where it can: gRPC would say so in lines of its own."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -119,7 +119,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(
         "nobody lines up for long",
         "connectors/scheduler_prefill.py",
-        "PrefillScheduler.matched",
+        "PrefillScheduler._holds_up",
         "tracked.lines_up + LINE_SECONDS",
         "tracked.lines_up + 1e9",
         SCHEDULER,

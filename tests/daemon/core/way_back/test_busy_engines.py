@@ -15,9 +15,8 @@ from kvferry.daemon.core.way_back.choice import (
     ROUND_TRIP_SECONDS,
     TOKENS_PER_SECOND,
 )
-from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from tests.daemon.core.way_back.test_fetches import TAIL, A, B, Fetching
+from tests.daemon.core.way_back.test_fetches import TAIL, A, B, Fetching, ask_of
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, digests, name
 
 C = name(3)
@@ -49,18 +48,7 @@ class Busy(Fetching):
         self.take()
 
     def ask(self, number: Name, prompt: str, held: int, pages: int = LONG, *, now: float = 0.0) -> None:
-        ask = peer.Ask(
-            transfer=int.from_bytes(number.request_id, "big"),
-            name=number.to_proto(),
-            namespace_id=NAMESPACE,
-            first_page=pages,
-            pages=1,
-            tokens=pages * PAGE + 1,
-            last_full_digest=digests(prompt, pages)[-32:],
-            tail_digest=TAIL,
-            held_tokens=held * PAGE,
-        )
-        self.core.ask(ASKER, number, ask, DEADLINE, now)
+        self.core.ask(ASKER, number, ask_of(number, digests(prompt, pages), held), DEADLINE, now)
         self.take()
 
     def wake(self, now: float) -> list[float]:
@@ -162,32 +150,37 @@ def test_what_a_session_brings_is_seen_part_by_part() -> None:
     assert rates.seconds(ASKER, nbytes, 0.1) == pytest.approx(ROUND_TRIP_SECONDS + 0.048, rel=0.01)
 
 
-def test_of_a_session_that_has_ended_nothing_is_kept() -> None:
+def fetching() -> Busy:
+    """400 pages of A."""
     side = Busy()
     side.ask(A, "x", 400, 400)
     side.begin(A, "x", 400)
+    return side
+
+
+def knows_nothing_of_the_session(side: Busy) -> bool:
+    seconds = side.core.fetches.judge.rates.seconds(ASKER, 10**12, 1.0)
+    return seconds == pytest.approx(ROUND_TRIP_SECONDS + 1e12 / BYTES_PER_SECOND)
+
+
+def test_of_a_session_that_has_ended_nothing_is_kept() -> None:
+    side = fetching()
     side.core.fetch_arrived(1, list(range(100)), 0.5)
     side.core.session_down(ASKER, 1.0)
     side.take()
-    rates = side.core.fetches.judge.rates
-    assert rates.seconds(ASKER, 10**12, 1.0) == pytest.approx(ROUND_TRIP_SECONDS + 1e12 / BYTES_PER_SECOND)
+    assert knows_nothing_of_the_session(side)
 
 
 def test_a_fetch_that_its_client_left_says_nothing_of_the_session() -> None:
-    side = Busy()
-    side.ask(A, "x", 400, 400)
-    side.begin(A, "x", 400)
+    side = fetching()
     side.core.abort(1, A, 0.004)
     side.core.fetch_drained(1, 0.004)
     side.take()
-    rates = side.core.fetches.judge.rates
-    assert rates.seconds(ASKER, 10**12, 1.0) == pytest.approx(ROUND_TRIP_SECONDS + 1e12 / BYTES_PER_SECOND)
+    assert knows_nothing_of_the_session(side)
 
 
 def test_one_that_brings_nothing_in_its_time_is_slow() -> None:
-    side = Busy()
-    side.ask(A, "x", 400, 400)
-    side.begin(A, "x", 400)
+    side = fetching()
     end = max(each.at for each in side.of(WakeAt))
     side.wake(end)
     side.core.fetch_drained(1, end)

@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import OpenSend, StartFetch, StopFetch, WakeAt, ZeroPages
+from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.way_back.choice import (
@@ -21,6 +22,7 @@ from kvferry.daemon.core.way_back.choice import (
 )
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
+from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.pool import PageState
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Prefill, digests, name
 
@@ -28,6 +30,22 @@ A, B = name(1), name(2)
 FULL = 5  # pages of A's prompt; a token is behind them
 TOKENS = FULL * PAGE + 1
 TAIL = b"T" * 32
+
+
+def ask_of(number: Name, names: bytes, held: int) -> peer.Ask:
+    """For these full pages and a token more, of which the decode daemon holds the first."""
+    pages = len(names) // DIGEST_BYTES
+    return peer.Ask(
+        transfer=int.from_bytes(number.request_id, "big"),
+        name=number.to_proto(),
+        namespace_id=NAMESPACE,
+        first_page=pages,
+        pages=1,
+        tokens=pages * PAGE + 1,
+        last_full_digest=names[-DIGEST_BYTES:],
+        tail_digest=TAIL,
+        held_tokens=held * PAGE,
+    )
 
 
 class Fetching(Prefill):
@@ -49,18 +67,7 @@ class Fetching(Prefill):
         self.take()
 
     def ask_a(self, held: int = FULL, *, session: int = 1, now: float = 0.0, full: int = FULL) -> None:
-        ask = peer.Ask(
-            transfer=1,
-            name=A.to_proto(),
-            namespace_id=NAMESPACE,
-            first_page=full,
-            pages=1,
-            tokens=full * PAGE + 1,
-            last_full_digest=digests("x", full)[-32:],
-            tail_digest=TAIL,
-            held_tokens=held * PAGE,
-        )
-        self.core.ask(session, A, ask, DEADLINE, now)
+        self.core.ask(session, A, ask_of(A, digests("x", full), held), DEADLINE, now)
         self.take()
 
     @property

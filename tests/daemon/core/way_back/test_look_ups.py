@@ -10,11 +10,9 @@ from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.way_back import choice, look_ups
 from kvferry.daemon.core.way_back.choice import ALWAYS, AUTO, FETCH, NO_SESSION, NOT_HELD, WayBackLimits
-from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
-from kvferry.radix.digests import DIGEST_BYTES
 from tests.daemon.core.way_back.fetched import measured
-from tests.daemon.core.way_back.test_fetches import FULL, TAIL, A, B, Fetching
+from tests.daemon.core.way_back.test_fetches import FULL, TAIL, A, B, Fetching, ask_of
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, digests, name
 
 ASKER, OTHER, THIRD = 1, 2, 3
@@ -43,18 +41,7 @@ class Looking(Fetching):
             tail_digest=TAIL,
             held_tokens=engine * PAGE,
         )
-        ask = peer.Ask(
-            transfer=int.from_bytes(number.request_id, "big"),
-            name=number.to_proto(),
-            namespace_id=NAMESPACE,
-            first_page=pages,
-            pages=1,
-            tokens=begin.tokens,
-            last_full_digest=begin.digests[-DIGEST_BYTES:],
-            tail_digest=TAIL,
-            held_tokens=held * PAGE,
-        )
-        self.core.ask(OTHER, number, ask, DEADLINE, 0.0)
+        self.core.ask(OTHER, number, ask_of(number, begin.digests, held), DEADLINE, 0.0)
         self.core.begin(1, NAMESPACE, number, begin, DEADLINE, 0.0)
         self.take()
 
