@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -59,10 +60,17 @@ def test_a_prefill_server_that_goes_costs_no_request_and_is_used_again() -> None
 def test_every_prefill_server_is_away() -> None:
     """One more is tried first; then decode alone, as attempt 3 of the same request."""
     with Stack(prefill=3) as stack:
+        decodes = stack.decode[0].decodes
+
+        async def decode_is_there() -> None:  # a refusal that comes sooner cancels a call before it is made
+            tries = sum(len(server.prefills) for server in stack.prefill)
+            while len(decodes) < tries:
+                await asyncio.sleep(0.01)
+
         for server in stack.prefill:
             server.fault = Fault(grpc.StatusCode.UNAVAILABLE, f"{server.name} is gone")
+            server.before = decode_is_there
         assert post(stack).status_code == 200
-        decodes = stack.decode[0].decodes
         assert [(request.name.attempt, bool(request.prefill)) for request in decodes] == [
             (1, True),
             (2, True),
