@@ -3,12 +3,14 @@ TTFT and requests/s, of servers that are asked by turns.
 
 python bench/vllm/engine_threads.py --plain none=http://127.0.0.1:8100,PID --plain kvferry=http://127.0.0.1:8101,PID \\
     [--pair p=URL,PID d=URL,PID] [--at-once 1 32] [--output FILE]
-python bench/vllm/engine_threads.py --start --at-once 1 --turns 6 --more 256
+python bench/vllm/engine_threads.py --start --hooks --at-once 1 --turns 6 --more 256
 
-`--start` runs vLLM for CPUs as cluster.py does, one server alone and a pair, of a small model of random weights; there
-"copies" moves a prompt's bytes, which on a GPU its copy engines do. PID is that of a server's first process; its engine
-core is all processes below it: on a GPU one for a rank, on CPUs the scheduler has one of its own. `--plain` servers get
-requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
+`--start` runs vLLM as cluster.py does, one server alone and a pair, of a small model of random weights; on CPUs
+"copies" moves a prompt's bytes, which on a GPU its copy engines do. With `--hooks` a clock is read around each call of
+the pair's connector, and of what KVFerryScheduler adds: a part of "main", without what steps take that only wait
+(timed_steps.py). PID is that of a server's first process; its engine core is all processes below it: on a GPU one for a
+rank, on CPUs the scheduler has one of its own. `--plain` servers get requests without transfer parameters, whose answer
+is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
 /proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
@@ -24,20 +26,22 @@ import os
 import random
 import secrets
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 from chat import new_client
-from cluster import DEVICES, PYTHON, SMALL, Cluster, Engine, Spec, machine
+from cluster import DEVICES, PYTHON, SCHEDULER, SMALL, Cluster, Engine, Spec, machine
 from rich.console import Console
 from rich.table import Table
 from small_models import model_of_heads
+from timed_steps import read_steps
 from versions import version_of
 
 TOP_ID = 100_000 if DEVICES else 49_000  # of tokens; small models have fewer
@@ -45,6 +49,8 @@ TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 COMM_CHARS = 15  # of a name, as the kernel has it
 OURS = ("requests", "copies", "index")
 GROUPS = ("main", *OURS, "grpc", "other")
+HALVES = ("scheduler", "worker")  # of a connector
+TIMED = "timed_connector:TimedConnector"
 
 
 class Thread(NamedTuple):
@@ -58,6 +64,7 @@ class Server:
     name: str
     url: str
     process: int
+    hooks: Path | None = None  # where its hooks' times are, "-scheduler" or "-worker" behind it
 
     @staticmethod
     def of(word: str) -> Server:
@@ -72,6 +79,11 @@ class Server:
         """CPU time so far by thread, of the processes below this one, which serves the API."""
         return {thread: ms for process in descendants(self.process)[1:] for thread, ms in thread_ms(process).items()}
 
+    def hook_ms(self) -> float:
+        """CPU time of the connector's hooks so far, of all steps but the last."""
+        halves = [self.hooks.with_name(f"{self.hooks.name}-{half}") for half in HALVES] if self.hooks else []
+        return sum(step.hooks * 1000 for half in halves for step in read_steps(half))
+
 
 @dataclass(slots=True)
 class Cell:
@@ -79,7 +91,7 @@ class Cell:
 
     ttft_ms: list[float] = field(default_factory=list)  # of turns 2 and later
     per_second: list[float] = field(default_factory=list)  # of each round, turns 2 and later
-    cpu_ms: Counter[str] = field(default_factory=Counter)  # by group of threads, all turns
+    cpu_ms: Counter[str] = field(default_factory=Counter)  # by group of threads, all turns; "hooks": of main's
     requests: int = 0
 
     def each(self, group: str) -> float:
@@ -186,7 +198,7 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
         [bodies_of(p, output) if pair else (body_of(p, max_tokens=1, stream=True),) for p in chat]
         for chat in load.prompts()
     ]
-    before = [server.engine_core() for server in servers]
+    before = [(server.engine_core(), server.hook_ms()) for server in servers]
     began = 0.0
     for turn in range(load.turns):
         began = began or (time.perf_counter() if turn else 0.0)
@@ -201,7 +213,8 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
         if turn:
             cells[-1].ttft_ms += [seconds * 1000 for seconds in times]
     cells[-1].per_second.append(load.count * (load.turns - 1) / (time.perf_counter() - began))
-    for server, was, cell in zip(servers, before, cells, strict=True):
+    for server, (was, hooks), cell in zip(servers, before, cells, strict=True):
+        cell.cpu_ms["hooks"] += server.hook_ms() - hooks
         for thread, spent in server.engine_core().items():
             cell.cpu_ms[group_of(thread)] += spent - was.get(thread, 0.0)
         cell.requests += load.count * load.turns
@@ -226,16 +239,22 @@ def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
     room = ("--max-model-len", str(most), "--hf-overrides", json.dumps({"max_position_embeddings": most}))
     room += ("--max-num-batched-tokens", "2048")
     spec = Spec(flags=(*SMALL, *room), page_size=64, pool_bytes="2GiB", extra={"deadline_seconds": 120.0})
-    with Cluster(spec) as cluster:
-        cluster.alone()
+    spec = replace(spec, pool=args.pool, decode_flags=SCHEDULER)
+    with tempfile.TemporaryDirectory() as folder, Cluster(spec) as cluster:
+        if args.hooks:
+            os.environ |= {"HOOK_TIMES": folder, "HOOK_ALWAYS": "1"}
+            cluster.spec = replace(spec, connector_class=TIMED)
+        if not args.pair_alone:
+            cluster.alone()
         cluster.kvferry()
 
-        def server(name: str, engine: Engine) -> Server:
-            return Server(name, engine.url, engine.popen.pid)
+        def server(name: str, engine: Engine, role: str = "") -> Server:
+            return Server(name, engine.url, engine.popen.pid, Path(folder, role) if args.hooks and role else None)
 
-        alone, prefill, decode = (cluster.engines[name] for name in ("alone", "prefill", "decode"))
-        pair = [server("prefill, handed over", prefill), server("decode", decode)]
-        yield [[server("none", alone)], [server("kvferry", prefill)], pair]
+        prefill, decode = (cluster.engines[name] for name in ("prefill", "decode"))
+        pair = [server("prefill, handed over", prefill, "kv_producer"), server("decode", decode, "kv_consumer")]
+        alone = cluster.engines.get("alone")
+        yield [[server("none", alone)], [server("kvferry", prefill)], pair] if alone else [pair]
 
 
 def table(title: str, cells: dict[str, Cell]) -> Table:
@@ -247,6 +266,8 @@ def table(title: str, cells: dict[str, Cell]) -> Table:
         "requests/s (each round)",
         "core: ms a request",
         *GROUPS,
+        "hooks",
+        "kvferry",
     ):
         shown.add_column(name, justify="left" if name == "server" else "right")
     for name, cell in cells.items():
@@ -257,7 +278,9 @@ def table(title: str, cells: dict[str, Cell]) -> Table:
             else "-"
         )
         groups = [cell.each(group) for group in GROUPS]
-        shown.add_row(name, str(cell.requests), ttft, rate, f"{sum(groups):.2f}", *(f"{each:.2f}" for each in groups))
+        ours = sum(map(cell.each, OURS)) + cell.each("hooks")
+        times = [sum(groups), *groups, cell.each("hooks"), ours]
+        shown.add_row(name, str(cell.requests), ttft, rate, *(f"{each:.2f}" for each in times))
     return shown
 
 
@@ -265,7 +288,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="append", type=Server.of, default=[], metavar="NAME=URL,PID")
     parser.add_argument("--pair", nargs=2, type=Server.of, metavar="NAME=URL,PID", help="prefill, decode")
-    parser.add_argument("--start", action="store_true", help="the servers, on CPUs")
+    parser.add_argument("--start", action="store_true", help="the servers, on CPUs or VLLM_DEVICES")
+    parser.add_argument("--hooks", action="store_true", help="with --start: their times, too")
+    parser.add_argument("--pair-alone", action="store_true", help="with --start: no server without kvferry")
+    parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="with --start, on GPUs")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 32], metavar="N")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--first", type=int, default=8192, metavar="TOKENS")

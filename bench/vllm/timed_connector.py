@@ -1,25 +1,23 @@
 """The connector with its hooks timed, and what KVFerryScheduler adds to vLLM's: CPU seconds of each step, to a file a
-process. In a decode engine the hooks of every other block of steps do nothing unless there is something to be done, so
-that the steps' times can be compared.
+process (HOOK_TIMES, a folder). In a decode engine the hooks of every other block of steps do nothing unless there is
+something to be done, so that the steps' times can be compared; with HOOK_ALWAYS all run.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from timed_steps import StepClock
 
-from kvferry.connectors.vllm.connector import KVFerryConnector, KVFerryMetadata
+from kvferry.connectors.vllm.connector import IDLE, NOTHING, KVFerryConnector
 from kvferry.connectors.vllm.scheduler import KVFerryScheduler
 
-SCHEDULER = (
+OF_REQUESTS = (  # none is called but for a request's sake
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
-    "update_connector_output",
     "request_finished",
     "request_finished_all_groups",
     "reset_cache",
@@ -27,14 +25,16 @@ SCHEDULER = (
     "take_first_tokens",
     "count_first_token",
 )
-WORKER = (
+OF_STEPS = (  # each tells by its result whether there was anything to do
     "start_load_kv",
     "get_finished",
     "get_block_ids_with_load_errors",
-    "build_connector_worker_meta",
     "get_kv_connector_stats",
 )
-LAST = ("update_connector_output", "build_connector_worker_meta")
+
+
+def _is_something(result: Any) -> bool:
+    return any(result) if isinstance(result, tuple) else result not in (None, set(), NOTHING, IDLE)
 
 
 class TimedConnector(KVFerryConnector):
@@ -45,36 +45,37 @@ class TimedConnector(KVFerryConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         folder = os.environ["HOOK_TIMES"]
         side = f"{vllm_config.kv_transfer_config.kv_role}-{role.name.lower()}"
-        file = open(os.path.join(folder, side), "w")  # noqa: SIM115
+        file = open(os.path.join(folder, side), "w", buffering=1)  # noqa: SIM115
         # prefill's chunks are saved at every step
-        self._clock = StepClock(file, always=vllm_config.kv_transfer_config.kv_role == "kv_producer")
-        for name in (*SCHEDULER, *WORKER):
-            setattr(self, name, self.timed(getattr(self, name), last=name in LAST))
-
-    def timed(self, hook: Callable[..., Any], *, last: bool = False) -> Callable[..., Any]:
-        """A hook whose time counts, once where it is called within another."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            before, began = self._clock.spent, time.thread_time()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                self._clock.spent = before + time.thread_time() - began
-                if last:
-                    self._clock.last_hook(time.monotonic())
-
-        return timed
+        always = "HOOK_ALWAYS" in os.environ or vllm_config.kv_transfer_config.kv_role == "kv_producer"
+        self._clock = StepClock(file, always)
+        self._clock.calibrate()
+        self.timed = self._clock.timed
+        for name in OF_REQUESTS:
+            setattr(self, name, self.timed(getattr(self, name)))
+        for name in OF_STEPS:
+            setattr(self, name, self.timed(getattr(self, name), _is_something))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._clock.begin(time.monotonic(), scheduler_output.total_num_scheduled_tokens)
-        if not (self._clock.runs or self._deciding._orders or scheduler_output.preempted_req_ids):
-            return KVFerryMetadata()
-        return self.timed(super().build_connector_meta)(scheduler_output)
+        if not (self._clock.runs or self._deciding.has_orders or scheduler_output.preempted_req_ids):
+            return NOTHING
+        return self.timed(super().build_connector_meta, _is_something)(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = (
+            connector_output.finished_sending,
+            connector_output.finished_recving,
+            connector_output.kv_connector_worker_meta,
+        )
+        self.timed(super().update_connector_output, lambda result: any(told))(connector_output)
+        self._clock.last_hook(time.monotonic())
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        self._clock.begin(time.monotonic(), 1)
-        if self._clock.runs or connector_metadata.orders.orders or connector_metadata.orders.preempted:
-            self.timed(super().bind_connector_metadata)(connector_metadata)
+        self._clock.begin(time.monotonic(), int(connector_metadata.computes))
+        told = bool(connector_metadata.orders.orders or connector_metadata.orders.preempted)
+        if self._clock.runs or told:
+            self.timed(super().bind_connector_metadata, lambda result: told)(connector_metadata)
         else:
             self._connector_metadata = connector_metadata
 
@@ -82,9 +83,15 @@ class TimedConnector(KVFerryConnector):
         if self._clock.runs or self._working.awaits_step:
             self.timed(super().wait_for_save)()
 
+    def build_connector_worker_meta(self) -> Any:
+        news = self.timed(super().build_connector_worker_meta, _is_something)()
+        self._clock.last_hook(time.monotonic())
+        return news
+
 
 def _timed_addition(scheduler: KVFerryScheduler, outputs: Any, ours: TimedConnector) -> None:
-    ours.timed(_addition)(scheduler, outputs, ours)
+    news = ours.has_news
+    ours.timed(_addition, lambda result: news)(scheduler, outputs, ours)
 
 
 _addition = KVFerryScheduler._add

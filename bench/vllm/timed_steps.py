@@ -1,11 +1,14 @@
-"""A process's steps and the CPU time of the hooks in them: written by `timed_connector`, read by `hooks`."""
+"""A process's steps and the CPU time of the hooks in them: written by `timed_connector`, read by its users."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 BLOCK_STEPS = 50
 IDLE_SECONDS = 0.05  # behind a step's last hook: an engine that waits longer has nothing to do
@@ -22,31 +25,61 @@ class Step(NamedTuple):
 class StepClock:
     """Lines: steps so far, wall seconds, CPU seconds of the hooks, whether they ran, tokens scheduled. A step lasts
     until the next one begins, or until its last hook where the engine waits for requests behind it. What hooks take in
-    a step without tokens counts for the one before."""
+    a step without tokens counts for the one before where any had something to do: of those that only wait an engine
+    makes as many as it has time for. `spent` is without what the clock itself takes of a hook."""
 
     file: TextIO
     always: bool  # the hooks of every step run; else of every other block of steps
     spent: float = 0.0
+    own: float = 0.0  # what the clock takes of each hook
     steps: int = field(default=0, init=False)
     _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _tokens: int = field(default=0, init=False)
+    _counted: float = field(default=0.0, init=False)  # of the step under way and those without tokens behind it
+    _worked: bool = field(default=False, init=False)  # since the step under way, with or without tokens, began
 
     @property
     def runs(self) -> bool:
         return self.always or self.steps // BLOCK_STEPS % 2 == 0
 
+    def timed(
+        self, hook: Callable[..., Any], worked: Callable[[Any], bool] = lambda result: True
+    ) -> Callable[..., Any]:
+        """A hook whose time counts, once where it is called within another. `worked` says by its result whether it had
+        anything to do."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before, began = self.spent, time.thread_time()
+            result = hook(*args, **kwargs)
+            self.spent = before + max(0.0, time.thread_time() - began - self.own)
+            self._worked = self._worked or worked(result)
+            return result
+
+        return timed
+
+    def calibrate(self, times: int = 2000) -> None:
+        """Takes from now on off each hook what one seems to take that does nothing."""
+        nothing = self.timed(lambda given: None)
+        taken = []
+        for _ in repeat(None, times):
+            self.spent = 0.0
+            nothing(self)
+            taken.append(self.spent)
+        self.spent, self.own, self._worked = 0.0, statistics.median(taken), False
+
     def begin(self, now: float, tokens: int) -> None:
+        if self._worked:
+            self._counted += self.spent
+        self.spent, self._worked = 0.0, tokens > 0
         if not tokens:
             return
         if self._tokens:
             idle = self._ended > self._began and now - self._ended > IDLE_SECONDS
             wall = (self._ended if idle else now) - self._began
-            print(self.steps, f"{wall:.6f} {self.spent:.7f}", int(self.runs), self._tokens, file=self.file)
+            print(self.steps, f"{wall:.6f} {self._counted:.7f}", int(self.runs), self._tokens, file=self.file)
             self.steps += 1
-            if self.steps % BLOCK_STEPS == 0:
-                self.file.flush()
-        self._began, self._tokens, self.spent = now, tokens, 0.0
+        self._began, self._tokens, self._counted = now, tokens, 0.0
 
     def last_hook(self, now: float) -> None:
         """The step under way is over, as far as the hooks see it."""

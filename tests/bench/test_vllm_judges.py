@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,13 @@ def test_what_was_not_run_long_enough_is_missed(bench: SimpleNamespace, tmp_path
     assert worst == float("inf") and "0 steps of the scheduler and 0 of the worker, too few" in lines[0]
 
 
+def burn(milliseconds: int) -> int:
+    began = time.thread_time_ns()
+    while time.thread_time_ns() - began < milliseconds * 1_000_000:
+        pass
+    return milliseconds
+
+
 def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleNamespace) -> None:
     file = io.StringIO()
     clock = bench.timed_steps.StepClock(file, True)
@@ -124,10 +132,26 @@ def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleN
     clock.spent += 0.001
     clock.last_hook(1.02)
     clock.begin(1.03, 0)
-    clock.spent += 0.002  # of a step without tokens
     clock.begin(1.04, 5)
     clock.begin(9.0, 1)  # it had no last hook
-    assert file.getvalue().splitlines() == ["0 0.040000 0.0030000 1 3", "1 7.960000 0.0000000 1 5"]
+    assert file.getvalue().splitlines() == ["0 0.040000 0.0010000 1 3", "1 7.960000 0.0000000 1 5"]
+
+
+def test_hooks_of_a_step_without_tokens_count_where_one_had_something_to_do(bench: SimpleNamespace) -> None:
+    file = io.StringIO()
+    clock = bench.timed_steps.StepClock(file, True)
+    clock.calibrate()
+    works, waits = clock.timed(burn, lambda result: result > 3), clock.timed(lambda: works(1), lambda result: False)
+    clock.begin(1.0, 3)
+    works(2)
+    clock.begin(1.1, 0)
+    waits()
+    clock.begin(1.2, 0)
+    waits(), works(4)
+    clock.begin(1.3, 0)
+    clock.begin(1.4, 1)
+    (line,) = file.getvalue().splitlines()
+    assert float(line.split()[2]) == pytest.approx(2e-3 + 1e-3 + 4e-3, abs=1e-3)
 
 
 def methods_of(path: str, name: str) -> set[str]:
@@ -142,7 +166,7 @@ def test_every_hook_of_a_step_is_timed() -> None:
     listed = {
         name
         for node in source.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("SCHEDULER", "WORKER")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("OF_REQUESTS", "OF_STEPS")
         for name in ast.literal_eval(node.value)
     }
     timed = listed | methods_of("bench/vllm/timed_connector.py", "TimedConnector")
