@@ -49,7 +49,6 @@ class TimedConnector(KVFerryConnector):
         # prefill's chunks are saved at every step
         always = "HOOK_ALWAYS" in os.environ or vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._clock = StepClock(file, always)
-        self._clock.calibrate()
         self.timed = self._clock.timed
         for name in OF_REQUESTS:
             setattr(self, name, self.timed(getattr(self, name)))

@@ -48,7 +48,7 @@ from kvferry.connectors.vllm.weights import weights_name
 from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.connectors.worker_session import connector_of
 from kvferry.connectors.worker_side import WorkerSide
-from kvferry.connectors.worker_state import Moved
+from kvferry.connectors.worker_state import Moved, Reports
 from kvferry.proto import common_pb2
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 
@@ -114,17 +114,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check = vllm_facts.check_engine if role == KVConnectorRole.SCHEDULER else vllm_facts.check_config
         block_tokens = check(vllm_config, kv_cache_config)
         self._daemon_role = _ROLES[transfer.kv_role]
+        self._pushes = self._daemon_role == common_pb2.ROLE_PREFILL
         self._shape = vllm_facts.shape_of(block_tokens, self._settings)
         self._engine: str = transfer.engine_id or "engine"
         self._facts = vllm_facts.facts_of(vllm_config, kv_cache_config, self._shape, self._settings)
         self._scheduler: SchedulerSide | None = None
         self._view: HeldPrefixes | None = None
         self._worker: WorkerSide | None = None
+        self._reports, self._moved = Reports(), Moved()  # the worker's, once it is there: each step looks into them
         self._block_ids = BlockIds()
         self._others = OtherLoads()
         self._pool: BlockPool | None = None  # of the scheduler's half
         self._stepped = False  # the worker's half has heard of a step
-        self._counted = counts_of(Moved())  # of what vLLM has been told
+        self._counted = counts_of(self._moved)  # of what vLLM has been told
         self._counted_ended = 0
         self._first_tokens = 0  # that replies began with, and that vLLM has not been told of
         log_as_vllm()
@@ -179,10 +181,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._others.step(scheduler_output.num_scheduled_tokens)
             self._deciding.awaits_outcomes = self._others.within_steps
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        pushes = self._daemon_role == common_pb2.ROLE_PREFILL
-        if pushes:  # only there blocks are asked for
+        if self._pushes:  # only there blocks are asked for
             self._block_ids.follow(scheduler_output)
-        if not ((pushes and computes) or scheduler_output.preempted_req_ids or self._deciding.has_orders):
+        if not ((self._pushes and computes) or scheduler_output.preempted_req_ids or self._deciding.has_orders):
             return NOTHING if computes else IDLE
         return KVFerryMetadata(
             self._deciding.step(
@@ -293,8 +294,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
         self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)
         self._worker.start()
+        self._reports, self._moved = self._worker.reports, self._worker.moved
         if rank is None or rank.rank == 0:  # beside other connectors nothing else says it
-            self._worker.reports.add_news(News(namespace=self._facts.id))
+            self._reports.add_news(News(namespace=self._facts.id))
         self._workers[self._engine] = self._worker
 
     def get_handshake_metadata(self) -> KVFerryFacts | None:
@@ -324,31 +326,30 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: whole blocks are copied when the step is over."""
 
     def wait_for_save(self) -> None:
-        if self._working.awaits_step:
-            self._working.forward_done()
+        if (worker := self._worker) is not None and worker.awaits_step:
+            worker.forward_done()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        reports = self._working.reports
-        if not (reports.sent or reports.received):
+        if not (self._reports.sent or self._reports.received):
             return None, None
-        sent, received = reports.take()
+        sent, received = self._reports.take()
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.reports.take_bad()
+        return self._reports.take_bad()
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
-        news = self._working.reports.take_news()
+        news = self._reports.take_news()
         return None if news is None else KVFerryWorkerMetadata(news)
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         if self._first_tokens:
             begun, self._first_tokens = self._first_tokens, 0
             return KVFerryStats(data={"first_tokens": begun})
-        if self._worker is None or self._worker.moved.ended == self._counted_ended:
+        if (ended := self._moved.ended) == self._counted_ended:
             return None
-        self._counted_ended = self._worker.moved.ended
-        counted, self._counted = self._counted, counts_of(self._worker.moved)
+        self._counted_ended = ended
+        counted, self._counted = self._counted, counts_of(self._moved)
         return KVFerryStats.between(counted, self._counted)
 
     @classmethod

@@ -140,7 +140,6 @@ def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleN
 def test_hooks_of_a_step_without_tokens_count_where_one_had_something_to_do(bench: SimpleNamespace) -> None:
     file = io.StringIO()
     clock = bench.timed_steps.StepClock(file, True)
-    clock.calibrate()
     works, waits = clock.timed(burn, lambda result: result > 3), clock.timed(lambda: works(1), lambda result: False)
     clock.begin(1.0, 3)
     works(2)

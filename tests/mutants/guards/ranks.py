@@ -219,7 +219,7 @@ _ENGINES = (
         "beside other connectors the first step's news say where",
         "connectors/vllm/connector.py",
         "KVFerryConnector.register_kv_caches",
-        "self._worker.reports.add_news(News(namespace=self._facts.id))",
+        "self._reports.add_news(News(namespace=self._facts.id))",
         "pass",
         NAMESPACE,
     ),
