@@ -343,7 +343,7 @@ class Engines:
                 self._set(link, f"{error.code().name}: {error.details() or 'no details'}")
             except Mismatch as error:
                 link.answers = False
-                self._set(link, str(error))
+                self._refuse(link, str(error))
             if was_up or not link.up:
                 await asyncio.sleep(MIN_BACKOFF_S)  # requests that fail often do not make this a busy loop
             asked = await _done_within(link.recheck.wait(), RECHECK_S if link.up else backoff - MIN_BACKOFF_S)
@@ -357,6 +357,13 @@ class Engines:
         link.up, link.error = up, error
         self._changed.set()
 
+    def _refuse(self, link: EngineLink, why: str) -> None:
+        """One that answers, and is not used."""
+        if why != link.error:
+            _log.warning("%s is not used: %s", link.label, why)
+        link.up, link.error = False, why
+        self._changed.set()
+
     async def _settle(self) -> None:
         """Decides which of the servers that were described are up."""
         async with self._settling:
@@ -367,8 +374,12 @@ class Engines:
                 except ValueError as failure:
                     error = str(failure)
             for link in self.links:
-                if link.answers and link.facts is not None:
-                    self._set(link, error or self._misfit(link, link.facts))
+                if not link.answers or link.facts is None:
+                    continue
+                if why := error or self._misfit(link, link.facts):
+                    self._refuse(link, why)
+                else:
+                    self._set(link, "")
 
     async def _choose_model(self) -> None:
         """Raises ValueError where the tokenizer cannot be loaded."""

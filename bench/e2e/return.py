@@ -50,7 +50,7 @@ def both(bench: Bench, title: str, setup: Setup, load: list[str]) -> tuple[Run, 
 
 
 def claim(bench: Bench) -> None:
-    chats = Chats(conversations=12, turns=5)
+    chats = Chats(conversations=48, turns=5)
     setup = replace(bench.setup(2 * chats.working_set, chats), prefills=PREFILLS)
     _, on = both(bench, f"multi-turn chats, {AT_ONCE} at a time", setup, chats.load(AT_ONCE))
     bound = endless(chats)

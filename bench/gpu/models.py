@@ -3,6 +3,7 @@
 python bench/gpu/models.py KIND BASE FOLDER
 
 latent  DeepSeek V3's attention (MLA: 512 + 64 elements a token and layer), dense
+v3      the same with as many layers as DeepSeek V3, 61
 experts the same with 8 experts, 2 of them a token
 heads   Llama with four KV heads
 indexed DeepSeek V3.2's: a sparse attention's indexer beside the latents, two layers
@@ -149,8 +150,8 @@ def tell(folder: Path, **told: object) -> None:
 
 
 def made(kind: str, base: Path) -> PreTrainedModel:
-    if kind in ("latent", "experts", "indexed", "mtp"):
-        layers = {"mtp": 1, "indexed": 2}.get(kind, LAYERS)
+    if kind in ("latent", "v3", "experts", "indexed", "mtp"):
+        layers = {"v3": 61, "mtp": 1, "indexed": 2}.get(kind, LAYERS)
         return deepseek(base, layers, 1 if kind == "experts" else layers + 1)
     return llama(base, 1 if kind in ("eagle", "eagle3") else LAYERS, 4)
 

@@ -270,7 +270,7 @@ def test_a_server_that_does_not_fit_is_not_used(change: dict[str, Any], message:
         assert not stack.decode[1].decodes
 
 
-def test_servers_of_which_no_two_fit_are_named_with_what_differs() -> None:
+def test_servers_of_which_no_two_fit_are_named_with_what_differs(caplog: pytest.LogCaptureFixture) -> None:
     def configure(stack: Stack) -> None:
         stack.wait_s = 0.1
         stack.decode[0].page_size, stack.decode[0].namespace_id = 64, b"m" * 32
@@ -283,6 +283,12 @@ def test_servers_of_which_no_two_fit_are_named_with_what_differs() -> None:
         decode, prefill = stack.decode[0].address, stack.prefill[0].address
         assert f"decode server {decode}: it does not fit prefill server {prefill}: " in message
         assert "geometry.page_size is 64 here and 16 there; start both daemons with the same --page-size" in message
+        told = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+        assert {line.split(" is not used: ")[0] for line in told} == {
+            f"decode server {decode}",
+            f"prefill server {prefill}",
+        }
+        assert len(told) == 2  # once each, however often they are asked
 
 
 def stack_error(stack: Stack) -> str:
