@@ -283,7 +283,7 @@ def test_servers_of_which_no_two_fit_are_named_with_what_differs(caplog: pytest.
         decode, prefill = stack.decode[0].address, stack.prefill[0].address
         assert f"decode server {decode}: it does not fit prefill server {prefill}: " in message
         assert "geometry.page_size is 64 here and 16 there; start both daemons with the same --page-size" in message
-        told = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+        told = [each for each in caplog.messages if " is not used: it does not fit" in each]
         assert {line.split(" is not used: ")[0] for line in told} == {
             f"decode server {decode}",
             f"prefill server {prefill}",
