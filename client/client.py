@@ -269,7 +269,8 @@ class DaemonClient:
         progress = message.progress
         progress.name.request_id, progress.name.attempt = name
         progress.tokens = tokens
-        progress.blocks.extend(blocks)
+        if self._rank is None or self._rank.rank == 0:  # they are the same on all ranks
+            progress.blocks.extend(blocks)
         self._send(message)
 
     def aux(self, name: RequestName, blob: bytes) -> None:

@@ -248,4 +248,6 @@ class DaemonRequest:
             await self._give_up(self._used, self._name)
         elif self._client is not None:  # it was never opened
             self._client.decline(self._name, UNWANTED)
+        else:
+            self._tools.sessions.missed(self._name)
         return failure is not None

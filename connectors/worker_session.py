@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.engine_pools import EnginePools
 from kvferry.client.one_rank import OneRank
-from kvferry.client.requests import DaemonAbsent, HandshakeFailed
+from kvferry.client.requests import DaemonAbsent, HandshakeFailed, RequestName
 from kvferry.connectors.blocks import PoolPages
 from kvferry.connectors.movers import Mover
 from kvferry.connectors.settings import Settings
@@ -23,6 +24,7 @@ REFUSED_RETRY_SECONDS = 5.0
 CONNECT_SECONDS = 10.0  # of one try
 LATE_MS = 500  # an engine with a daemon's pool waits for no answer but Ready, and each wakes a thread of it
 GIVE_BACK_MS = 10  # Ended gives an engine its own blocks back, for which other prompts may wait
+MOST_MISSED, MISSED_SECONDS = 1024, 10.0  # requests; so long a daemon waits for a rank
 SETTLED_SECONDS = 600.0  # that an engine without requests may take to start
 
 _log = logging.getLogger(__name__)
@@ -105,6 +107,7 @@ class Sessions:
         self._changed = changed
         self._keeping: asyncio.Task[None] | None = None
         self._unproven: list[DaemonClient] = []  # that are over, and whose daemons may still touch the engine's blocks
+        self._missed: deque[tuple[float, RequestName]] = deque(maxlen=MOST_MISSED)  # since when: wanted without one
 
     async def open(self, deadline_s: float) -> None:
         """The first; HandshakeFailed where it is refused. Where no daemon is there it is tried again and again."""
@@ -115,6 +118,18 @@ class Sessions:
             self._changed(False)
             _log.warning("%s; until it comes %s", error, self._meanwhile)
         self._keeping = asyncio.create_task(self._keep_open(), name="kvferry sessions")
+
+    def missed(self, name: RequestName) -> None:
+        """A request was to be opened while there was no session. The engine's other ranks, which may have opened it,
+        are told as soon as there is one."""
+        self._missed.append((asyncio.get_running_loop().time(), name))
+
+    def _decline_missed(self, client: DaemonClient) -> None:
+        least = asyncio.get_running_loop().time() - MISSED_SECONDS
+        for since, name in self._missed:
+            if since > least:
+                client.decline(name, "this rank had no session")
+        self._missed.clear()
 
     async def close(self) -> None:
         if self._keeping is not None:
@@ -161,6 +176,7 @@ class Sessions:
             try:
                 self.client = await self._connect(deadline_s=CONNECT_SECONDS)
                 self._prove(self.client)
+                self._decline_missed(self.client)
                 self._changed(True)
                 _log.info("again %s", greeting(self.client, self._meanwhile))
                 return self.client

@@ -73,7 +73,7 @@ def make_servers(config: DaemonConfig, rpcs: RpcTimes, tls: TlsWatch | None) -> 
     gated = timed if tls is None else [*timed, PeerGate(config.name, config.tls_peers)]
     tcp, unix = (
         grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS, maximum_concurrent_rpcs=most_calls(most))
-        for interceptors, most in ((gated, config.max_peers), (timed, config.max_workers))
+        for interceptors, most in ((gated, config.max_peers), (timed, config.worker_processes))
     )
     return GrpcServers(tcp, unix)
 

@@ -134,7 +134,7 @@ class Daemon:
             capability.start()
         await servers.start()
         os.chmod(config.socket, 0o600)
-        framed = FramedWorkers(workers.serve, CALLS_PER_CLIENT * config.max_workers)
+        framed = FramedWorkers(workers.serve, CALLS_PER_CLIENT * config.worker_processes)
         try:
             await framed.start(config.socket + SUFFIX)
         except OSError as error:
@@ -336,7 +336,7 @@ async def _end_of_sessions(side: PrefillSide) -> None:
 
 def _check_descriptors(config: DaemonConfig) -> None:
     """Raises the soft limit of open files as far as it may; ConfigError where that is not enough."""
-    need = 128 + DESCRIPTORS_PER_PEER * config.max_peers + DESCRIPTORS_PER_WORKER * config.max_workers
+    need = 128 + DESCRIPTORS_PER_PEER * config.max_peers + DESCRIPTORS_PER_WORKER * config.worker_processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ConfigError(

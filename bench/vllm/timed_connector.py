@@ -58,7 +58,7 @@ class TimedConnector(KVFerryConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._clock.begin(time.monotonic(), scheduler_output.total_num_scheduled_tokens)
         if not (self._clock.runs or self._deciding.has_orders or scheduler_output.preempted_req_ids):
-            return NOTHING
+            return NOTHING if scheduler_output.total_num_scheduled_tokens else IDLE
         return self.timed(super().build_connector_meta, _is_something)(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -331,6 +331,11 @@ class DaemonConfig(BaseModel):
         return parse_device(self.device)
 
     @property
+    def worker_processes(self) -> int:
+        """The most that may have a session: of an engine, one for each rank."""
+        return self.max_workers * self.ranks
+
+    @property
     def rdma(self) -> tuple[str, ...]:
         """The RDMA ports that couriers may use; () for all."""
         return tuple(self.rdma_ports.split(",")) if self.rdma_ports else ()

@@ -41,6 +41,7 @@ class FrameTalk:
         self._incoming: deque[bytes] = deque()
         self._held = False
         self._eof = False
+        self._heard = self._answered = False
         self._arrived = asyncio.Event()
         self._gone = gone
         self.stream = FrameStream(MAX_MESSAGE_BYTES, self._take, self._over)
@@ -58,11 +59,13 @@ class FrameTalk:
             self._held = False
             self.stream.go_on()
         try:
+            self._heard = True
             return wire.WorkerMessage.FromString(data)
         except DecodeError:
             raise invalid(f"a message of {len(data)} bytes is no WorkerMessage") from None
 
     async def write(self, events: Sequence[wire.WorkerEvent]) -> None:
+        self._answered = True
         self.stream.send(*(event.SerializeToString() for event in events))
         await self.stream.has_room()
 
@@ -105,6 +108,7 @@ class FrameTalk:
         if why:  # not that it has said its last: nothing that follows could be understood
             log.info("a worker's connection is over: %s", why)
             self._say_end(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        if why or (self._heard and not self._answered):  # as where it is killed while it waits for its engine's ranks
             self.handler.cancel()
 
 

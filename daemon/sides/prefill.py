@@ -116,9 +116,13 @@ class PrefillSide(Side[PrefillCore]):
             deadline = self.deadline_of(request.deadline_ms)
             self.ready_core.begin(worker.number, worker.namespace_id, name, request, deadline, now, blocks)
         except RequestError as error:
-            self.ready_core.begin_refused(name, error)
+            self.begin_refused(name, error)
             raise
         self.traces.looked_up(worker.number, name, now)
+
+    def begin_refused(self, name: Name, error: RequestError) -> None:
+        self.ready_core.begin_refused(name, error)
+        self.flush()
 
     def _check_begin(self, request: wire.Begin) -> None:
         if self.draining:

@@ -26,7 +26,7 @@ from kvferry.daemon.peers.session import SessionBroken, report_invariant
 from kvferry.daemon.peers.traces import traces_of
 from kvferry.daemon.sides.core_interface import Core
 from kvferry.daemon.sides.engine_pool import EnginePool
-from kvferry.daemon.sides.rank_words import Pass, Word
+from kvferry.daemon.sides.rank_words import Pass, Refuse, Word
 from kvferry.daemon.sides.registering import Registering
 from kvferry.daemon.sides.tasks import SideTasks
 from kvferry.daemon.sides.tiers import SideTiers
@@ -95,6 +95,9 @@ class Side(Generic[CoreT]):
     def handle(self, worker: Worker, kind: str, message: wire.WorkerMessage) -> None:
         raise AssertionError("a side has a role")
 
+    def begin_refused(self, name: Name, error: RequestError) -> None:
+        """A prompt will not be begun, which a session may have asked for."""
+
     @property
     def latencies(self) -> Latencies:
         raise AssertionError("a side has a role")
@@ -141,6 +144,9 @@ class Side(Generic[CoreT]):
         if self.core is not None:
             if late > LATE_SECONDS:
                 self.core.stood_still(late, self.now())
+            for worker in self.workers.here.values():
+                if late > LATE_SECONDS and worker is worker.ranks.owner and worker.ranks.words is not None:
+                    worker.ranks.words.stood_still(late)
             self.core.tick(self.now())
             self.flush()
             for worker in self.workers.here.values():
@@ -181,6 +187,8 @@ class Side(Generic[CoreT]):
         for word in words:
             if isinstance(word, Pass):
                 self.handle(ranks.owner, word.kind, word.message)
+            elif isinstance(word, Refuse):
+                self.begin_refused(name_of(word.name), word.error)
             else:
                 ranks.workers[word.rank].tell(word.event)
 

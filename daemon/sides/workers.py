@@ -83,6 +83,7 @@ class Ranks:
     workers: list[Worker]
     words: RankWords | None = None  # where there are several
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # one has left, and so must all
+    in_order: bool = False  # that one was quiesced
     lost: bool = False  # one's stream broke
     gone: set[int] = field(default_factory=set)  # numbers of those that write no more
 
@@ -175,6 +176,7 @@ class SideWorkers:
         del self.here[worker.number]
         ranks = worker.ranks
         if not ranks.leaving.is_set():
+            ranks.in_order = worker.quiesced
             ranks.leaving.set()
             self._ends.worker_left(ranks.owner)
         if worker.quiesced or not worker.attached:
@@ -193,7 +195,7 @@ class SideWorkers:
         about to say so, too."""
         ranks = worker.ranks
         await ranks.leaving.wait()
-        if not ranks.lost:
+        if ranks.in_order and not ranks.lost:
             await asyncio.sleep(QUIESCE_SECONDS)
 
     async def _await_proof(self, worker: Worker) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonAbsent, RequestName
+from kvferry.client.requests import DaemonAbsent, DaemonGone, RequestName
+from kvferry.connectors import worker_session
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.orders import Begin, Orders, PromptPages
@@ -19,6 +21,7 @@ from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import RETRY_SECONDS
 from kvferry.connectors.worker_side import WorkerSide
 from kvferry.connectors.worker_state import wait_for
+from kvferry.proto import worker_pb2
 from tests.support.standstill import run_with_standstill
 
 
@@ -72,6 +75,59 @@ def test_an_engine_that_may_record_what_its_gpu_does_is_left_alone_until_its_fir
         assert tries.made == 1
         side.take(Orders())
         assert tries.enough.wait(10)
+
+
+class Session:
+    """A session with a daemon, as far as `Sessions` uses one."""
+
+    end = None
+
+    def __init__(self) -> None:
+        self.declined: list[RequestName] = []
+        self.gone = asyncio.get_running_loop().create_future()
+        self.welcome = worker_pb2.Welcome(daemon="d")
+        self.pools = SimpleNamespace(in_blocks=False)
+
+    def decline(self, name: RequestName, reason: str) -> None:
+        assert reason == "this rank had no session"
+        self.declined.append(name)
+
+    async def close(self) -> None: ...
+
+
+def test_what_a_rank_missed_without_a_session_it_declines_once_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_session, "MISSED_SECONDS", 0.2)
+    monkeypatch.setattr(worker_session, "RETRY_SECONDS", 0.01)
+
+    async def run() -> None:
+        there, opened, settled = asyncio.Event(), list[Session](), asyncio.Event()
+
+        async def connect(*, deadline_s: float) -> DaemonClient:
+            if not there.is_set():
+                raise DaemonAbsent("no daemon")
+            opened.append(Session())
+            return cast(DaemonClient, opened[-1])
+
+        async def quiet() -> None: ...
+
+        settled.set()
+        sessions = worker_session.Sessions(connect, quiet=quiet, changed=lambda there: None, settled=settled)
+        await sessions.open(0.1)
+        old, new = RequestName(bytes(16), 1), RequestName(bytes(16), 2)
+        sessions.missed(old)
+        await asyncio.sleep(0.25)
+        sessions.missed(new)
+        there.set()
+        while sessions.client is None:
+            await asyncio.sleep(0.01)
+        assert opened[0].declined == [new], "for the older one nobody waits any more"
+        opened[0].gone.set_result(DaemonGone("it ended"))
+        while len(opened) < 2:
+            await asyncio.sleep(0.01)
+        assert opened[1].declined == [], "once"
+        await sessions.close()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_an_engine_that_stood_still_has_waited_for_what_is_soon_over() -> None:

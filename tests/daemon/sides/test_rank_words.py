@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.daemon.core.errors import RequestError
-from kvferry.daemon.sides.rank_words import OPEN_SECONDS, Pass, RankWords, Tell, Word
+from kvferry.daemon.sides import rank_words
+from kvferry.daemon.sides.rank_words import OPEN_SECONDS, Pass, RankWords, Refuse, Tell, Word
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 
@@ -182,3 +183,69 @@ def test_a_name_that_is_used_again_has_no_old_word() -> None:
     for rank in range(2):
         say(words, rank, AUX)
     assert say(words, 1, STOW) == []
+
+
+def refused(words: list[Word]) -> list[str]:
+    return [word.error.message for word in words if isinstance(word, Refuse)]
+
+
+def test_whoever_asked_for_a_prompt_hears_that_a_rank_does_not_begin_it() -> None:
+    words = RankWords(2)
+    assert say(words, 1, PART_BEGIN) == []
+    assert refused(say(words, 1, ABORT)) == ["rank 1 of the engine has aborted it"], "before rank 0 has opened it"
+    assert told(say(words, 0, BEGIN)) == [(0, "failed")]
+    assert told(say(words, 0, ABORT)) == [(1, "ended"), (0, "ended")]
+    assert say(words, 0, BEGIN, 20.0) == []
+    assert refused(list(words.tick(20.0 + OPEN_SECONDS))) == ["ranks [1] have not opened it within 10 s"]
+    words = RankWords(2)
+    assert say(words, 1, PART) == []
+    assert refused(say(words, 1, ABORT)) == [], "nobody asks decode for a prompt"
+    words = RankWords(3)
+    opened(words, BEGIN)
+    assert refused(say(words, 1, ABORT)) == [], "the core knows it, and tells"
+
+
+def test_a_rank_that_comes_too_late_hears_so_at_once() -> None:
+    words = RankWords(2)
+    assert say(words, 0, ADMIT, 5.0) == []
+    late = 5.0 + OPEN_SECONDS
+    words.tick(late)
+    assert told(say(words, 0, ABORT, late)) == [(0, "ended")]
+    assert told(say(words, 1, PART, late + 1)) == [(1, "failed")]
+    assert told(say(words, 1, ABORT, late + 1)) == [(1, "ended")] and len(words) == 0
+    assert say(words, 1, PART, late + 2) == [], "once: it is another request of that name"
+    assert say(words, 0, ADMIT, late + 2) == [Pass("admit", ADMIT)]
+
+
+def test_a_standstill_of_the_daemon_makes_no_rank_late() -> None:
+    words = RankWords(2)
+    assert say(words, 0, ADMIT, 5.0) == []
+    words.stood_still(11.0)
+    assert words.tick(16.0) == [] and say(words, 1, PART, 16.0) == [Pass("admit", ADMIT)]
+
+
+def test_what_waits_for_a_rank_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_words, "MAX_WAITING_BYTES", ADMIT.ByteSize() + 8)
+    words, more = RankWords(2), wire.WorkerMessage()
+    more.CopyFrom(ADMIT)
+    more.admit.name.attempt = 2
+    assert say(words, 0, ADMIT) == []
+    assert told(say(words, 0, more)) == [(0, "failed")]
+    assert say(words, 1, PART) == [Pass("admit", ADMIT)], "it waits no more"
+    more.admit.name.attempt = 3
+    assert say(words, 0, more) == []
+    more.admit.name.attempt = 2
+    assert told(say(words, 1, more)) == [(1, "failed")]
+
+
+@pytest.mark.parametrize(("length", "attempt", "ends"), [(16, 0, False), (16, 65537, False), (1000, 1, True)])
+def test_names_are_judged_before_they_are_kept(length: int, attempt: int, ends: bool) -> None:
+    words = RankWords(2)
+    name = common.RequestName(request_id=b"r" * length, attempt=attempt)
+    for message in (wire.WorkerMessage(admit=wire.Admit(name=name)), wire.WorkerMessage(stow=wire.Stow(name=name))):
+        if ends:
+            with pytest.raises(RequestError, match=r"name.request_id has 1000 bytes; it must have 16"):
+                say(words, 1, message)
+        else:
+            assert told(say(words, 1, message)) == [(1, "failed")]
+    assert len(words) == 0

@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 
 GATHERING = ("tests/daemon/sides/test_gathering.py",)
 WORDS = ("tests/daemon/sides/test_rank_words.py",)
+SESSIONS = ("tests/system/serving/test_rank_sessions.py",)
 SETTINGS = ("tests/connectors/test_settings.py",)
 NAMESPACE = ("tests/connectors/vllm/test_workers_namespace.py",)
 NEWS = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
@@ -281,4 +282,71 @@ _ENGINES = (
     ),
 )
 
-GUARDS: tuple[Guard, ...] = (*_COMING, *_SPEAKING, *_ENGINES)
+_ENDING = (
+    Guard(
+        "whoever asked for a prompt that a rank does not begin is told",
+        "daemon/sides/rank_words.py",
+        "_Request.fail",
+        "if self.begins and not self.passed",
+        "if False",
+        WORDS,
+    ),
+    Guard(
+        "a rank that comes too late does not wait for the others",
+        "daemon/sides/rank_words.py",
+        "RankWords._open",
+        "if self._is_late(rank, name):",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "a standstill of the daemon makes no rank late",
+        "daemon/sides/rank_words.py",
+        "RankWords.stood_still",
+        "waiting.since += seconds",
+        "pass",
+        WORDS,
+    ),
+    Guard(
+        "what waits for a rank is bounded in bytes",
+        "daemon/sides/rank_words.py",
+        "RankWords._keep_opening",
+        "if self._waiting_bytes + nbytes > MAX_WAITING_BYTES:",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "names that ranks say are judged before they are kept",
+        "daemon/sides/rank_words.py",
+        "RankWords.take",
+        "name_of(name)  # before it is kept",
+        "pass",
+        WORDS,
+    ),
+    Guard(
+        "a rank that goes before it is answered is not taken in",
+        "daemon/services/worker_frames.py",
+        "FrameTalk._over",
+        "if why or (self._heard and not self._answered):",
+        "if why:",
+        SESSIONS,
+    ),
+    Guard(
+        "ranks wait only for one that is quiesced",
+        "daemon/sides/workers.py",
+        "SideWorkers.other_rank_left",
+        "if ranks.in_order and not ranks.lost:",
+        "if not ranks.lost:",
+        SESSIONS,
+    ),
+    Guard(
+        "a rank declines what it missed without a session",
+        "connectors/worker_session.py",
+        "Sessions._reopen",
+        "self._decline_missed(self.client)",
+        "pass",
+        ("tests/connectors/test_worker_sessions.py",),
+    ),
+)
+
+GUARDS: tuple[Guard, ...] = (*_COMING, *_SPEAKING, *_ENGINES, *_ENDING)

@@ -80,7 +80,6 @@ APART: dict[str, tuple[Share, Share]] = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shares",
     [
