@@ -43,11 +43,14 @@ async def hello_of(socket: str, rank: OneRank) -> Stream:
 
 
 async def ranks_of(socket: str, ranks: int, engine: str) -> list[DaemonClient]:
-    connecting = (
-        DaemonClient.connect(socket, ROLE, FACTS, f"{rank}", deadline_s=10, rank=OneRank(rank, ranks, engine, ROLE))
-        for rank in range(ranks)
-    )
-    return list(await asyncio.gather(*connecting))
+    """The last comes first, and rank 0 a while later."""
+
+    async def come(rank: int) -> DaemonClient:
+        await asyncio.sleep(0.3 * (rank == 0))
+        own = OneRank(rank, ranks, engine, ROLE)
+        return await DaemonClient.connect(socket, ROLE, FACTS, f"{rank}", deadline_s=10, rank=own)
+
+    return list(await asyncio.gather(*map(come, range(ranks))))
 
 
 async def closed(clients: list[DaemonClient]) -> None:
@@ -60,7 +63,7 @@ def test_a_rank_that_goes_before_it_has_its_pool_keeps_nobody_waiting(stack: Sta
         killed = await hello_of(socket, OneRank(0, 2, "e", ROLE))
         await asyncio.sleep(0.3)
         killed.frames.abort()  # as the kernel does for a killed process
-        both = await ranks_of(socket, 2, "e")  # neither is taken in with the one that was killed
+        both = await ranks_of(socket, 2, "e")  # rank 1 is not taken in with the one that was killed
         await asyncio.sleep(0.3)
         assert not any(client.gone.done() for client in both)
         await closed(both)
