@@ -27,7 +27,7 @@ from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import Load, News, Restore, StorePages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import Sessions
-from kvferry.connectors.worker_state import UNWANTED, EngineStep, Moved, Push, Reports
+from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports
 from kvferry.proto import worker_pb2
 from kvferry.threads import CallThread
 from kvferry.waiting import within
@@ -246,8 +246,6 @@ class DaemonRequest:
             pass
         elif self._used is not None and not isinstance(error, NotOpened):
             await self._give_up(self._used, self._name)
-        elif self._client is not None:  # it was never opened
-            self._client.decline(self._name, UNWANTED)
-        else:
-            self._tools.sessions.missed(self._name)
+        else:  # it was never opened
+            self._tools.sessions.decline(self._name)
         return failure is not None

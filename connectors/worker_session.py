@@ -16,6 +16,7 @@ from kvferry.client.requests import DaemonAbsent, HandshakeFailed, RequestName
 from kvferry.connectors.blocks import PoolPages
 from kvferry.connectors.movers import Mover
 from kvferry.connectors.settings import Settings
+from kvferry.connectors.worker_state import UNWANTED
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
 
@@ -119,16 +120,19 @@ class Sessions:
             _log.warning("%s; until it comes %s", error, self._meanwhile)
         self._keeping = asyncio.create_task(self._keep_open(), name="kvferry sessions")
 
-    def missed(self, name: RequestName) -> None:
-        """A request was to be opened while there was no session. The engine's other ranks, which may have opened it,
-        are told as soon as there is one."""
-        self._missed.append((asyncio.get_running_loop().time(), name))
+    def decline(self, name: RequestName) -> None:
+        """Tells the other ranks of the engine, which may have opened a request, that this one does not: as soon as
+        there is a session."""
+        if self.client is not None and not self.client.gone.done():
+            self.client.decline(name, UNWANTED)
+        else:
+            self._missed.append((asyncio.get_running_loop().time(), name))
 
     def _decline_missed(self, client: DaemonClient) -> None:
         least = asyncio.get_running_loop().time() - MISSED_SECONDS
         for since, name in self._missed:
             if since > least:
-                client.decline(name, "this rank had no session")
+                client.decline(name, UNWANTED)
         self._missed.clear()
 
     async def close(self) -> None:

@@ -214,7 +214,8 @@ async def drive(client: httpx.AsyncClient, servers: list[Server], load: Chats, o
             cells[-1].ttft_ms += [seconds * 1000 for seconds in times]
     cells[-1].per_second.append(load.count * (load.turns - 1) / (time.perf_counter() - began))
     for server, (was, hooks), cell in zip(servers, before, cells, strict=True):
-        cell.cpu_ms["hooks"] += server.hook_ms() - hooks
+        if server.hooks is not None:
+            cell.cpu_ms["hooks"] += server.hook_ms() - hooks
         for thread, spent in server.engine_core().items():
             cell.cpu_ms[group_of(thread)] += spent - was.get(thread, 0.0)
         cell.requests += load.count * load.turns
@@ -254,7 +255,8 @@ def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
         prefill, decode = (cluster.engines[name] for name in ("prefill", "decode"))
         pair = [server("prefill, handed over", prefill, "kv_producer"), server("decode", decode, "kv_consumer")]
         alone = cluster.engines.get("alone")
-        yield [[server("none", alone)], [server("kvferry", prefill)], pair] if alone else [pair]
+        plain = server("kvferry", prefill, "kv_producer")
+        yield [[server("none", alone)], [plain], pair] if alone else [pair]
 
 
 def table(title: str, cells: dict[str, Cell]) -> Table:
@@ -278,9 +280,11 @@ def table(title: str, cells: dict[str, Cell]) -> Table:
             else "-"
         )
         groups = [cell.each(group) for group in GROUPS]
-        ours = sum(map(cell.each, OURS)) + cell.each("hooks")
-        times = [sum(groups), *groups, cell.each("hooks"), ours]
-        shown.add_row(name, str(cell.requests), ttft, rate, *(f"{each:.2f}" for each in times))
+        times = [f"{each:.2f}" for each in (sum(groups), *groups)]
+        both = ["-", "-"]
+        if "hooks" in cell.cpu_ms:
+            both = [f"{each:.2f}" for each in (cell.each("hooks"), sum(map(cell.each, (*OURS, "hooks"))))]
+        shown.add_row(name, str(cell.requests), ttft, rate, *times, *both)
     return shown
 
 

@@ -19,7 +19,8 @@ from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import REQUEST_ID_BYTES
 
 MAX_OPEN = 1 << 16  # requests that not all ranks have ended
-MAX_WAITING_BYTES = 64 << 20  # of rank 0's openings, for which other ranks are waited
+MAX_WAITING_BYTES = 64 << 20  # of what rank 0 has said of them, and waits for other ranks
+BLOCK_BYTES = 8  # of one that rank 0 has named
 OPEN_SECONDS = 10.0  # between a request's first rank and its last: they have it of one step of the engine's
 OPENINGS = ("admit", "begin")
 LAST_WORDS = ("finish", "aux", "abort")
@@ -59,7 +60,9 @@ class _Request:
     progress: list[int]  # tokens, of each rank
     begins: bool  # it is a prompt of prefill's
     opened: set[int] = field(default_factory=set)
-    opening: Pass | None = None  # rank 0's
+    opening: Pass | None = None  # rank 0's, until it is passed on
+    tokens: int = 0  # of the prompt, as rank 0 has said
+    nbytes: int = 0  # that it takes of what may wait
     passed: bool = False  # the opening is
     passed_tokens: int = 0  # of progress
     blocks: list[int] = field(default_factory=list)  # that rank 0 has named, and that are not passed
@@ -110,7 +113,7 @@ class RankWords:
 
     def take(self, rank: int, kind: str, message: wire.WorkerMessage, now: float) -> Sequence[Word]:
         """What follows from a rank's message, in order. RequestError: no rank may say that."""
-        word, name = Pass(kind, message), getattr(message, kind).name
+        word, name = Pass(kind, message), _copied(getattr(message, kind).name)
         if kind in OPENINGS or kind == "stow":
             try:
                 name_of(name)  # before it is kept
@@ -151,36 +154,45 @@ class RankWords:
                 words += self._settle(request)
         return words
 
-    def stood_still(self, seconds: float) -> None:
-        """The daemon heard nobody for so long: what was said meanwhile is not late."""
+    def stood_still(self, seconds: float, now: float) -> None:
+        """The daemon heard nobody for so long before `now`: what was said meanwhile is not late."""
         all_of_them: list[_Request | _Stow | _Missing]
         all_of_them = [*self._requests.values(), *self._stows.values(), *self._given_up.values()]
         for waiting in all_of_them:
-            waiting.since += seconds
+            waiting.since = min(waiting.since + seconds, now)
+
+    def end(self, error: RequestError) -> Sequence[Word]:
+        """The engine leaves: whoever asked for a prompt that was not passed on is told."""
+        return [Refuse(each.name, error) for each in self._requests.values() if each.begins and not each.passed]
 
     def _open(self, rank: int, name: common.RequestName, word: Pass, now: float) -> Sequence[Word]:
-        request = self._requests.get(_key(name))
+        request, late = self._requests.get(_key(name)), self._is_late(rank, name)
         if request is None:
             if len(self) >= MAX_OPEN:
-                return [_failed(rank, name, exhausted(f"{MAX_OPEN} requests wait for some rank; that is the bound"))]
+                raise exhausted(f"{MAX_OPEN} requests wait for some rank of the engine; that is the bound")
             request = self._requests[_key(name)] = _Request(name, now, [0] * self._ranks, word.kind == "begin")
             self._stows.pop(_key(name), None)
-            if self._is_late(rank, name):
+            if late:
                 request.late = True
                 request.failure = unavailable(f"the other ranks have waited for it for {OPEN_SECONDS:g} s")
         if rank in request.opened:
             return [_failed(rank, name, precondition("the name is in use: a new try takes the next attempt number"))]
         request.opened.add(rank)
-        if rank == 0 and request.failure is None and (full := self._keep_opening(request, word)) is not None:
-            return request.fail(full)
+        if rank == 0:
+            request.tokens = getattr(word.message, word.kind).tokens
+            if request.failure is None and not self._holds(request, word.message.ByteSize()):
+                return request.fail(_full())
+            request.opening = word
         if request.failure is not None:
-            return [_failed(rank, name, request.failure)]
+            failed = _failed(rank, name, request.failure)  # it may have been asked for since the others were told
+            return [failed, Refuse(name, request.failure)] if request.begins else [failed]
         if len(request.opened) < self._ranks:
             return []
         assert request.opening is not None, "all ranks have opened it, and rank 0 has not"
         request.passed = True
-        self._waiting_bytes -= request.opening.message.ByteSize()
-        return [request.opening]
+        opening, request.opening = request.opening, None
+        self._lets_go(request, opening.message.ByteSize())
+        return [opening]
 
     def _is_late(self, rank: int, name: common.RequestName) -> bool:
         """Whether the others have ended it while they waited for this rank."""
@@ -190,14 +202,18 @@ class RankWords:
         gone.ranks.remove(rank)
         return True
 
-    def _keep_opening(self, request: _Request, word: Pass) -> RequestError | None:
-        """The error: it is not kept."""
-        nbytes = word.message.ByteSize()
+    def _holds(self, request: _Request, nbytes: int) -> bool:
+        """Whether there is room for so much more of it, which it has from now on."""
         if self._waiting_bytes + nbytes > MAX_WAITING_BYTES:
-            return exhausted(f"{self._waiting_bytes} bytes wait for some rank; {MAX_WAITING_BYTES} is the bound")
-        request.opening = word
+            return False
+        request.nbytes += nbytes
         self._waiting_bytes += nbytes
-        return None
+        return True
+
+    def _lets_go(self, request: _Request, nbytes: int) -> None:
+        assert 0 <= nbytes <= request.nbytes
+        request.nbytes -= nbytes
+        self._waiting_bytes -= nbytes
 
     def _stow(self, rank: int, name: common.RequestName, word: Pass, now: float) -> Sequence[Word]:
         """Behind each rank's last word, so when all have said it, all have said theirs."""
@@ -221,10 +237,18 @@ class RankWords:
         return [Tell(rank, wire.WorkerEvent(stowed=stowed)) for rank, stowed in told]
 
     def _end(self, rank: int, request: _Request, word: Pass) -> Sequence[Word]:
-        request.last[rank] = word
         words: list[Word] = []
-        if word.kind == "abort" and request.failure is None:
-            words += request.fail(aborted(f"rank {rank} of the engine has aborted it"))
+        if word.kind == "abort":
+            request.last[rank] = _abort(request.name)
+            if request.failure is None:
+                words += request.fail(aborted(f"rank {rank} of the engine has aborted it"))
+        elif rank != 0:
+            request.last[rank] = Pass(word.kind, wire.WorkerMessage())  # rank 0's is passed on
+        elif request.failure is not None or self._holds(request, word.message.ByteSize()):
+            request.last[rank] = word
+        else:
+            request.last[rank] = _abort(request.name)
+            words += request.fail(_full())
         return [*words, *self._settle(request)]
 
     def _settle(self, request: _Request) -> Sequence[Word]:
@@ -232,9 +256,8 @@ class RankWords:
         if len(request.last) < (len(request.opened) if request.late else self._ranks):
             return []
         del self._requests[_key(request.name)]
+        self._lets_go(request, request.nbytes)
         if not request.passed:
-            if request.opening is not None:
-                self._waiting_bytes -= request.opening.message.ByteSize()
             ended = wire.WorkerEvent(ended=wire.Ended(name=request.name))
             return [Tell(rank, ended) for rank in request.last]
         return [next((word for word in request.last.values() if word.kind == "abort"), request.last[0])]
@@ -244,19 +267,35 @@ class RankWords:
     ) -> Sequence[Word]:
         if rank in request.last:
             return [_failed(rank, name, precondition("progress behind the end"))]
+        if request.failure is not None:  # the rank hears of it, and says its last word
+            return []
         request.progress[rank] = progress.tokens
         if rank == 0:
             request.blocks += progress.blocks
-            assert request.opening is not None
-            tokens = getattr(request.opening.message, request.opening.kind).tokens
-            if len(request.blocks) > tokens:
-                raise invalid(f"progress.blocks: {len(request.blocks)} are named of {tokens} tokens")
+            if len(request.blocks) > request.tokens:
+                raise invalid(f"progress.blocks: {len(request.blocks)} are named of {request.tokens} tokens")
+            if not self._holds(request, BLOCK_BYTES * len(progress.blocks)):
+                return request.fail(_full())
         if (tokens := min(request.progress)) <= request.passed_tokens:
             return []
         request.passed_tokens = tokens
         blocks, request.blocks = request.blocks, []
+        self._lets_go(request, BLOCK_BYTES * len(blocks))
         together = wire.Progress(name=name, tokens=tokens, blocks=blocks)
         return [Pass("progress", wire.WorkerMessage(progress=together))]
+
+
+def _copied(name: common.RequestName) -> common.RequestName:
+    """One that does not keep its message alive."""
+    return common.RequestName(request_id=name.request_id, attempt=name.attempt)
+
+
+def _abort(name: common.RequestName) -> Pass:
+    return Pass("abort", wire.WorkerMessage(abort=wire.Abort(name=name)))
+
+
+def _full() -> RequestError:
+    return exhausted(f"what waits for some rank of the engine would be more than {MAX_WAITING_BYTES} bytes")
 
 
 def _key(name: common.RequestName) -> tuple[bytes, int]:

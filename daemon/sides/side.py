@@ -16,7 +16,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies
 from kvferry.daemon.core.effects import BindPages, Effect, ForgetRows, StartCopy, ToWorker, ZeroPages, tier_effects
-from kvferry.daemon.core.errors import RequestError, exhausted
+from kvferry.daemon.core.errors import RequestError, exhausted, unavailable
 from kvferry.daemon.core.kv_events import EventSink, TokenChain
 from kvferry.daemon.core.limits import Name, name_of
 from kvferry.daemon.core.tier_copies import CopyStarted
@@ -146,7 +146,7 @@ class Side(Generic[CoreT]):
                 self.core.stood_still(late, self.now())
             for worker in self.workers.here.values():
                 if late > LATE_SECONDS and worker is worker.ranks.owner and worker.ranks.words is not None:
-                    worker.ranks.words.stood_still(late)
+                    worker.ranks.words.stood_still(late, self.now())
             self.core.tick(self.now())
             self.flush()
             for worker in self.workers.here.values():
@@ -194,6 +194,8 @@ class Side(Generic[CoreT]):
 
     def worker_left(self, worker: Worker) -> None:
         self.traces.left(worker.number)
+        if worker.ranks.words is not None:
+            self._hear_ranks(worker.ranks, worker.ranks.words.end(unavailable("the prefill worker is gone")))
         if self._engine is not None and self._engine.is_owner(worker.number):
             self._engine.owner_leaves()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,13 +117,6 @@ def test_what_was_not_run_long_enough_is_missed(bench: SimpleNamespace, tmp_path
     assert worst == float("inf") and "0 steps of the scheduler and 0 of the worker, too few" in lines[0]
 
 
-def burn(milliseconds: int) -> int:
-    began = time.thread_time_ns()
-    while time.thread_time_ns() - began < milliseconds * 1_000_000:
-        pass
-    return milliseconds
-
-
 def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleNamespace) -> None:
     file = io.StringIO()
     clock = bench.timed_steps.StepClock(file, True)
@@ -137,20 +129,36 @@ def test_a_step_ends_with_the_next_where_the_engine_does_not_wait(bench: SimpleN
     assert file.getvalue().splitlines() == ["0 0.040000 0.0010000 1 3", "1 7.960000 0.0000000 1 5"]
 
 
+class Clock:
+    """A look takes 1 s; `burn` what it is given, and returns it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def burn(self, seconds: int) -> int:
+        self.now += seconds
+        return seconds
+
+
 def test_hooks_of_a_step_without_tokens_count_where_one_had_something_to_do(bench: SimpleNamespace) -> None:
-    file = io.StringIO()
-    clock = bench.timed_steps.StepClock(file, True)
-    works, waits = clock.timed(burn, lambda result: result > 3), clock.timed(lambda: works(1), lambda result: False)
+    file, seconds = io.StringIO(), Clock()
+    clock = bench.timed_steps.StepClock(file, True, clock=seconds)
+    works = clock.timed(seconds.burn, lambda result: result > 30)
+    waits = clock.timed(lambda: works(10), lambda result: False)
     clock.begin(1.0, 3)
-    works(2)
+    works(20)
     clock.begin(1.1, 0)
-    waits()
+    works(10)
     clock.begin(1.2, 0)
-    waits(), works(4)
+    waits(), works(40)  # the clock's looks at the hook within `waits` are in its time
     clock.begin(1.3, 0)
     clock.begin(1.4, 1)
     (line,) = file.getvalue().splitlines()
-    assert float(line.split()[2]) == pytest.approx(2e-3 + 1e-3 + 4e-3, abs=1e-3)
+    assert float(line.split()[2]) == 20 + (10 + 3) + 40
 
 
 def methods_of(path: str, name: str) -> set[str]:

@@ -20,7 +20,7 @@ from kvferry.connectors.orders import Begin, Orders, PromptPages
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import RETRY_SECONDS
 from kvferry.connectors.worker_side import WorkerSide
-from kvferry.connectors.worker_state import wait_for
+from kvferry.connectors.worker_state import UNWANTED, wait_for
 from kvferry.proto import worker_pb2
 from tests.support.standstill import run_with_standstill
 
@@ -89,7 +89,7 @@ class Session:
         self.pools = SimpleNamespace(in_blocks=False)
 
     def decline(self, name: RequestName, reason: str) -> None:
-        assert reason == "this rank had no session"
+        assert reason == UNWANTED
         self.declined.append(name)
 
     async def close(self) -> None: ...
@@ -114,13 +114,15 @@ def test_what_a_rank_missed_without_a_session_it_declines_once_it_has_one(monkey
         sessions = worker_session.Sessions(connect, quiet=quiet, changed=lambda there: None, settled=settled)
         await sessions.open(0.1)
         old, new = RequestName(bytes(16), 1), RequestName(bytes(16), 2)
-        sessions.missed(old)
+        sessions.decline(old)
         await asyncio.sleep(0.25)
-        sessions.missed(new)
+        sessions.decline(new)
         there.set()
         while sessions.client is None:
             await asyncio.sleep(0.01)
         assert opened[0].declined == [new], "for the older one nobody waits any more"
+        sessions.decline(old)
+        assert opened[0].declined == [new, old], "at once"
         opened[0].gone.set_result(DaemonGone("it ended"))
         while len(opened) < 2:
             await asyncio.sleep(0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.daemon.core.errors import RequestError
+from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.sides import rank_words
 from kvferry.daemon.sides.rank_words import OPEN_SECONDS, Pass, RankWords, Refuse, Tell, Word
 from kvferry.proto import common_pb2 as common
@@ -193,7 +193,9 @@ def test_whoever_asked_for_a_prompt_hears_that_a_rank_does_not_begin_it() -> Non
     words = RankWords(2)
     assert say(words, 1, PART_BEGIN) == []
     assert refused(say(words, 1, ABORT)) == ["rank 1 of the engine has aborted it"], "before rank 0 has opened it"
-    assert told(say(words, 0, BEGIN)) == [(0, "failed")]
+    late = say(words, 0, BEGIN)
+    assert told(late) == [(0, "failed")] and refused(late), "it may have been asked for since"
+    assert say(words, 0, progress(32, 7)) == [], "it had not heard of the failure"
     assert told(say(words, 0, ABORT)) == [(1, "ended"), (0, "ended")]
     assert say(words, 0, BEGIN, 20.0) == []
     assert refused(list(words.tick(20.0 + OPEN_SECONDS))) == ["ranks [1] have not opened it within 10 s"]
@@ -220,8 +222,12 @@ def test_a_rank_that_comes_too_late_hears_so_at_once() -> None:
 def test_a_standstill_of_the_daemon_makes_no_rank_late() -> None:
     words = RankWords(2)
     assert say(words, 0, ADMIT, 5.0) == []
-    words.stood_still(11.0)
+    words.stood_still(11.0, 16.0)
     assert words.tick(16.0) == [] and say(words, 1, PART, 16.0) == [Pass("admit", ADMIT)]
+    words = RankWords(2)
+    assert say(words, 0, ADMIT, 3600.0) == []  # it had waited in the socket
+    words.stood_still(3600.0, 3600.0)
+    assert told(list(words.tick(3600.0 + OPEN_SECONDS))) == [(0, "failed")]
 
 
 def test_what_waits_for_a_rank_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +242,32 @@ def test_what_waits_for_a_rank_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPat
     assert say(words, 0, more) == []
     more.admit.name.attempt = 2
     assert told(say(words, 1, more)) == [(1, "failed")]
+    words = RankWords(2)
+    opened2 = [say(words, rank, BEGIN) for rank in (1, 0)]
+    assert opened2[1] == [Pass("begin", BEGIN)]
+    assert told(say(words, 0, progress(64, *range(64)))) == [(0, "failed"), (1, "failed")]
+    big = wire.WorkerMessage(aux=wire.Aux(name=NAME, blob=bytes(1000)))
+    words = RankWords(2)
+    assert [say(words, rank, BEGIN) for rank in (1, 0)][1] == [Pass("begin", BEGIN)]
+    assert told(say(words, 0, big)) == [(1, "failed")]
+    assert say(words, 1, AUX) == [Pass("abort", ABORT)], "what it would have handed in is not there"
+
+
+def test_what_waits_is_counted_as_long_as_it_waits() -> None:
+    words = RankWords(2)
+    for _ in range(3):
+        say(words, 0, BEGIN), say(words, 0, progress(32, 7)), say(words, 1, BEGIN), say(words, 1, progress(32))
+        say(words, 0, progress(64, 8)), say(words, 0, AUX), say(words, 1, ABORT)
+        assert len(words) == 0
+    assert words._waiting_bytes == 0
+
+
+def test_whoever_asked_hears_that_the_engine_leaves() -> None:
+    words = RankWords(2)
+    assert say(words, 0, BEGIN) == []
+    assert refused(list(words.end(unavailable("it is gone")))) == ["it is gone"]
+    assert say(words, 1, BEGIN) == [Pass("begin", BEGIN)]
+    assert list(words.end(unavailable("it is gone"))) == [], "the core knows it"
 
 
 @pytest.mark.parametrize(("length", "attempt", "ends"), [(16, 0, False), (16, 65537, False), (1000, 1, True)])
