@@ -180,9 +180,10 @@ class RankWords:
         request.opened.add(rank)
         if rank == 0:
             request.tokens = getattr(word.message, word.kind).tokens
-            if request.failure is None and not self._holds(request, word.message.ByteSize()):
-                return request.fail(_full())
-            request.opening = word
+            if request.failure is None:
+                if not self._holds(request, word.message.ByteSize()):
+                    return request.fail(_full())
+                request.opening = word
         if request.failure is not None:
             failed = _failed(rank, name, request.failure)  # it may have been asked for since the others were told
             return [failed, Refuse(name, request.failure)] if request.begins else [failed]
@@ -237,18 +238,17 @@ class RankWords:
         return [Tell(rank, wire.WorkerEvent(stowed=stowed)) for rank, stowed in told]
 
     def _end(self, rank: int, request: _Request, word: Pass) -> Sequence[Word]:
-        words: list[Word] = []
+        error: RequestError | None = None
         if word.kind == "abort":
-            request.last[rank] = _abort(request.name)
-            if request.failure is None:
-                words += request.fail(aborted(f"rank {rank} of the engine has aborted it"))
+            word, error = _abort(request.name), aborted(f"rank {rank} of the engine has aborted it")
         elif rank != 0:
-            request.last[rank] = Pass(word.kind, wire.WorkerMessage())  # rank 0's is passed on
-        elif request.failure is not None or self._holds(request, word.message.ByteSize()):
-            request.last[rank] = word
-        else:
-            request.last[rank] = _abort(request.name)
-            words += request.fail(_full())
+            word = Pass(word.kind, wire.WorkerMessage())  # rank 0's is passed on
+        elif not self._holds(request, word.message.ByteSize()):
+            word, error = _abort(request.name), _full()
+        request.last[rank] = word
+        words: list[Word] = []
+        if error is not None and request.failure is None:
+            words += request.fail(error)
         return [*words, *self._settle(request)]
 
     def _settle(self, request: _Request) -> Sequence[Word]:

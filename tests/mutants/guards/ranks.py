@@ -129,7 +129,7 @@ _SPEAKING = (
         "the other ranks hear of an abort",
         "daemon/sides/rank_words.py",
         "RankWords._end",
-        "if request.failure is None:",
+        "if error is not None and request.failure is None:",
         "if False:",
         WORDS,
     ),
