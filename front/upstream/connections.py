@@ -17,6 +17,7 @@ import httpx
 
 IDLE_SECONDS = 2.5  # half of what uvicorn, the servers' own, keeps one: none is closed while a request is on its way
 SWEEP_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # for a connection behind a deadline that this process may have stood still for
 _ERRORS: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
     (httpcore.ConnectTimeout, httpx.ConnectTimeout),
     (httpcore.ReadTimeout, httpx.ReadTimeout),
@@ -68,6 +69,13 @@ class Connections(httpx.AsyncBaseTransport):
                 answer = await _answered(connection, asked)
             except _CAUGHT:
                 raise _as_httpx(error) from error  # not that it is gone now: another would be asked what ended it
+        except httpcore.ConnectTimeout:  # nothing was sent
+            connection = self._new(origin)
+            asked.extensions = {**asked.extensions, "timeout": {**asked.extensions["timeout"], "connect": LOOK_SECONDS}}
+            try:
+                answer = await _answered(connection, asked)
+            except _CAUGHT as error:
+                raise _as_httpx(error) from error
         except _CAUGHT as error:
             raise _as_httpx(error) from error
         stream = _Answer(answer, connection, lambda: self._back(origin, connection))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -189,6 +190,17 @@ def test_who_cannot_be_reached_is_httpx_own_error() -> None:
                 await client.get("http://127.0.0.1:9/")
             with pytest.raises(httpx.ConnectError):
                 await client.get("http://nobody.invalid/")
+
+    asyncio.run(run())
+
+
+def test_a_standstill_while_it_connects_costs_no_request() -> None:
+    async def run() -> None:
+        async with world() as (_, client):
+            limits = httpx.Timeout(5, connect=0.2)
+            asking = asyncio.create_task(client.get("/whole", timeout=limits))
+            asyncio.get_running_loop().call_later(0, time.sleep, 0.5)
+            assert (await asking).text == "ok"
 
     asyncio.run(run())
 
