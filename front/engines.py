@@ -376,7 +376,10 @@ class Engines:
             for link in self.links:
                 if not link.answers or link.facts is None:
                     continue
-                if why := error or self._misfit(link, link.facts):
+                if self._served is None and not error and self._other(link) is None:
+                    missing = common_pb2.ROLE_PREFILL if link.role == common_pb2.ROLE_DECODE else common_pb2.ROLE_DECODE
+                    self._set(link, f"it is up, but no {_role(missing)} server is")
+                elif why := error or self._misfit(link, link.facts):
                     self._refuse(link, why)
                 else:
                     self._set(link, "")
@@ -398,15 +401,18 @@ class Engines:
                 root_digest=facts.root_digest,
             )
 
+    def _other(self, link: EngineLink) -> EngineLink | None:
+        """A server of the other role that answers."""
+        others = self.prefill if link.role == common_pb2.ROLE_DECODE else self.decode
+        return next((other for other in others if other.answers and other.facts is not None), None)
+
     def _misfit(self, link: EngineLink, facts: EngineFacts) -> str:
         """Why a server with these facts cannot be used; "" when it can."""
         served = self._served
         if served is None:
-            others = self.prefill if link.role == common_pb2.ROLE_DECODE else self.decode
-            for other in others:
-                if other.answers and other.facts is not None:
-                    return f"it does not fit {other.label}: {facts.difference(other.facts)}"
-            return f"it is up, but no {_role(others[0].role)} server is"
+            other = self._other(link)
+            assert other is not None and other.facts is not None, "there is nothing that it does not fit"
+            return f"it does not fit {other.label}: {facts.difference(other.facts)}"
         for field, ours, theirs in (
             ("facts.geometry.page_size", served.page_size, facts.page_size),
             ("facts.root_digest", served.root_digest.hex(), facts.root_digest.hex()),
