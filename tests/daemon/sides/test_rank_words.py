@@ -246,6 +246,7 @@ def test_what_waits_for_a_rank_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPat
     opened2 = [say(words, rank, BEGIN) for rank in (1, 0)]
     assert opened2[1] == [Pass("begin", BEGIN)]
     assert told(say(words, 0, progress(64, *range(64)))) == [(0, "failed"), (1, "failed")]
+    assert say(words, 0, progress(64, 64)) == [], "it had not heard of that"
     big = wire.WorkerMessage(aux=wire.Aux(name=NAME, blob=bytes(1000)))
     words = RankWords(2)
     assert [say(words, rank, BEGIN) for rank in (1, 0)][1] == [Pass("begin", BEGIN)]
