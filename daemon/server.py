@@ -61,8 +61,6 @@ END_SECONDS = 20.0  # after the grace period, for all that is to end then
 SESSIONS_SECONDS = 15.0  # of it, for the sessions of decode daemons
 POLL_SECONDS = 0.05  # between looks at what still runs
 ENGINE_SECONDS = 0.5  # between two looks
-DESCRIPTORS_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
-DESCRIPTORS_PER_WORKER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +334,7 @@ async def _end_of_sessions(side: PrefillSide) -> None:
 
 def _check_descriptors(config: DaemonConfig) -> None:
     """Raises the soft limit of open files as far as it may; ConfigError where that is not enough."""
-    need = 128 + DESCRIPTORS_PER_PEER * config.max_peers + DESCRIPTORS_PER_WORKER * config.worker_processes
+    need = config.open_files
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ConfigError(

@@ -361,8 +361,8 @@ class Engines:
         """One that answers, and is not used."""
         if why != link.error:
             _log.warning("%s is not used: %s", link.label, why)
-        link.up, link.error = False, why
-        self._changed.set()
+        link.up = False
+        self._set(link, why)
 
     async def _settle(self) -> None:
         """Decides which of the servers that were described are up."""

@@ -41,7 +41,7 @@ from cluster import DEVICES, PYTHON, SCHEDULER, SMALL, Cluster, Engine, Spec, ma
 from rich.console import Console
 from rich.table import Table
 from small_models import model_of_heads
-from timed_steps import read_steps
+from timed_steps import TIMED_CONNECTOR, read_steps
 from versions import version_of
 
 TOP_ID = 100_000 if DEVICES else 49_000  # of tokens; small models have fewer
@@ -50,7 +50,6 @@ COMM_CHARS = 15  # of a name, as the kernel has it
 OURS = ("requests", "copies", "index")
 GROUPS = ("main", *OURS, "grpc", "other")
 HALVES = ("scheduler", "worker")  # of a connector
-TIMED = "timed_connector:TimedConnector"
 
 
 class Thread(NamedTuple):
@@ -239,12 +238,17 @@ def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
     most = -(-longest // 1024) * 1024
     room = ("--max-model-len", str(most), "--hf-overrides", json.dumps({"max_position_embeddings": most}))
     room += ("--max-num-batched-tokens", "2048")
-    spec = Spec(flags=(*SMALL, *room), page_size=64, pool_bytes="2GiB", extra={"deadline_seconds": 120.0})
-    spec = replace(spec, pool=args.pool, decode_flags=SCHEDULER)
-    with tempfile.TemporaryDirectory() as folder, Cluster(spec) as cluster:
-        if args.hooks:
-            os.environ |= {"HOOK_TIMES": folder, "HOOK_ALWAYS": "1"}
-            cluster.spec = replace(spec, connector_class=TIMED)
+    spec = Spec(
+        flags=(*SMALL, *room),
+        decode_flags=SCHEDULER,
+        page_size=64,
+        pool=args.pool,
+        pool_bytes="2GiB",
+        extra={"deadline_seconds": 120.0},
+    )
+    timed = replace(spec, connector_class=TIMED_CONNECTOR) if args.hooks else spec
+    with tempfile.TemporaryDirectory() as folder, Cluster(timed) as cluster:
+        os.environ |= {"HOOK_TIMES": folder, "HOOK_ALWAYS": "1"}  # a connector without a clock reads neither
         if not args.pair_alone:
             cluster.alone()
         cluster.kvferry()

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from chat import new_client, one_server, user_text
 from cluster import SCHEDULER, Cluster, Spec, machine
-from timed_steps import Step, blocks_of, read_steps
+from timed_steps import TIMED_CONNECTOR, Step, blocks_of, read_steps
 
 LIMIT = 0.02
-TIMED = Spec(connector_class="timed_connector:TimedConnector", decode_flags=SCHEDULER)
+TIMED = Spec(connector_class=TIMED_CONNECTOR, decode_flags=SCHEDULER)
 PREFILL_STEPS = 100  # a prompt has one or few, a reply one a token
 USER_WORDS = 60  # of a prompt
 STEP_SECONDS = 1.0  # no step takes as long; what has not come by then is judged as missing

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+TIMED_CONNECTOR = "timed_connector:TimedConnector"
 BLOCK_STEPS = 50
 IDLE_SECONDS = 0.05  # behind a step's last hook: an engine that waits longer has nothing to do
 

@@ -88,7 +88,7 @@ def _host_dir(config: DaemonConfig, needed: int) -> Finding:
 
 def limits(config: DaemonConfig) -> Iterator[Finding]:
     """Open files, locked memory, huge pages."""
-    need = 128 + 16 * config.max_peers + 4 * config.worker_processes
+    need = config.open_files
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"at most {_limit(hard)}; --max-peers {config.max_peers} and --max-workers {config.max_workers} need {need}"
     if hard != resource.RLIM_INFINITY and hard < need:

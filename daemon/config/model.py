@@ -70,6 +70,8 @@ def closed_namespaces(config: DaemonConfig) -> frozenset[bytes]:
 
 # -- the model -------------------------------------------------------------------------------------------------------
 
+FILES_PER_PEER = 16  # stream, socket pair, log and slots of the courier, and while one is being replaced
+FILES_PER_WORKER = 4
 PORTS = {"decode": 7070, "prefill": 7071, "both": 7070}
 METRICS_PORTS = {"decode": 9470, "prefill": 9471, "both": 9470}
 
@@ -334,6 +336,11 @@ class DaemonConfig(BaseModel):
     def worker_processes(self) -> int:
         """The most that may have a session: of an engine, one for each rank."""
         return self.max_workers * self.ranks
+
+    @property
+    def open_files(self) -> int:
+        """The most that it has at once."""
+        return 128 + FILES_PER_PEER * self.max_peers + FILES_PER_WORKER * self.worker_processes
 
     @property
     def rdma(self) -> tuple[str, ...]:

@@ -196,7 +196,7 @@ class RankWords:
         return [opening]
 
     def _is_late(self, rank: int, name: common.RequestName) -> bool:
-        """Whether the others have ended it while they waited for this rank."""
+        """Whether the others have ended it while they waited for this rank, which is waited for no more."""
         gone = self._given_up.get(_key(name))
         if gone is None or rank not in gone.ranks:
             return False

@@ -144,13 +144,12 @@ class Side(Generic[CoreT]):
         if self.core is not None:
             if late > LATE_SECONDS:
                 self.core.stood_still(late, self.now())
-            for worker in self.workers.here.values():
-                if late > LATE_SECONDS and worker is worker.ranks.owner and worker.ranks.words is not None:
-                    worker.ranks.words.stood_still(late, self.now())
             self.core.tick(self.now())
             self.flush()
             for worker in self.workers.here.values():
                 if worker is worker.ranks.owner and (words := worker.ranks.words) is not None:
+                    if late > LATE_SECONDS:
+                        words.stood_still(late, self.now())
                     self._hear_ranks(worker.ranks, words.tick(self.now()))
             self.tiers.beat()
 
