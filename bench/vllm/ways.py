@@ -9,7 +9,9 @@ servers     two API servers on each side (--api-server-count 2)
 preempted   caches of 34 blocks on both sides, prompts in chunks and long answers: requests are preempted
 back        the way back: prefill caches no prefixes, and before each turn but the first its daemon is replaced by one
             that holds nothing; of each prompt what decode holds comes back, or is computed
-back-blocks the same on a GPU from block to block, the first token at once
+replicas    the same with two prefill engines that keep what fits in 34 blocks; the daemons stay, and a turn goes to
+            whichever engine has less to do
+back-blocks, replicas-blocks: on a GPU from block to block, the first token at once
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +38,7 @@ CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens"
 SHORT = Load(conversations=3, turns=2, user_words=60, max_tokens=16)
 BACK = Load(conversations=3, turns=3, user_words=160, max_tokens=24)
 LONG = Load(conversations=6, turns=2, user_words=160, max_tokens=120)
+BACK_WAYS = ("back", "replicas", "back-blocks", "replicas-blocks")
 METRICS = ("vllm:num_preemptions_total", "vllm:kvferry_failed_total", "vllm:kvferry_pushed_total")
 
 
@@ -67,10 +71,13 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
         return replace(plain, flags=UNCACHED, beside=dict.fromkeys(("prefill", "decode"), offload())), SHORT
     if way == "faulty":
         return replace(plain, beside={"prefill": faulty()}), SHORT
-    if way in ("back", "back-blocks"):
-        spec = replace(plain, prefill_flags=("--no-enable-prefix-caching",), daemon_flags=("--way-back", "always"))
-        spec = replace(spec, extra={"deadline_seconds": 2 * DEADLINE_SECONDS})
-        if way == "back-blocks":
+    if way in BACK_WAYS:
+        spec = replace(plain, daemon_flags=("--way-back", "always"), extra={"deadline_seconds": 2 * DEADLINE_SECONDS})
+        if way.startswith("replicas"):
+            spec = replace(spec, prefills=2, prefill_blocks=34)
+        else:
+            spec = replace(spec, prefill_flags=("--no-enable-prefix-caching",))
+        if way.endswith("-blocks"):
             spec = replace(spec, pool="engine", first_token="prefill", decode_flags=SCHEDULER)
         return spec, BACK
     if way == "servers":
@@ -82,7 +89,7 @@ def leaks_of(cluster: Cluster) -> list[str]:
     """What the daemons still hold behind the deadline: prompts that decode had from another connector wait for it."""
     end = time.monotonic() + DEADLINE_SECONDS + 10
     while True:
-        leaks = [leak for name in ("prefill", "decode") if (leak := held(cluster.stats(name)))]
+        leaks = [leak for name in (*cluster.prefills, *cluster.decodes) if (leak := held(cluster.stats(name)))]
         if not leaks or time.monotonic() > end:
             return leaks
         time.sleep(1.0)
@@ -95,7 +102,7 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
     said = texts(reference)
-    if way in ("back", "back-blocks"):
+    if way in BACK_WAYS:
         return run_back(way, spec, load, reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()
@@ -141,33 +148,46 @@ async def one_turn(url: str, load: Load, said: list[list[str]], turn: int) -> li
 
 
 def wait_until_up(cluster: Cluster) -> None:
-    """The daemons' session is up, and prefill's engine is with its daemon."""
+    """The daemons' sessions are up, and prefill's engines are with their daemons."""
     end = time.monotonic() + UP_SECONDS
-    while [peer.state for peer in cluster.stats("decode").peers] != ["up"] or not cluster.stats("prefill").workers:
+    while any(peer.state != "up" for peer in cluster.stats("decode").peers) or not all(
+        cluster.stats(name).workers for name in cluster.prefills
+    ):
         assert time.monotonic() < end, "the daemons do not find each other again"
         time.sleep(0.2)
     time.sleep(1.0)  # the engine's scheduler looks for its daemon four times a second
 
 
+def fetched_by(cluster: Cluster) -> tuple[int, str]:
+    """Tokens that prefill's daemons have fetched since they began, and what became of prompts that lacked some."""
+    backs = [cluster.stats(name).way_back for name in cluster.prefills]
+    ends = Counter[str]()
+    for back in backs:
+        ends.update({each.reason: each.count for each in (*back.choices, *back.transfers.aborts)})
+    return sum(back.fetched_tokens for back in backs), ", ".join(f"{reason} {count}" for reason, count in ends.items())
+
+
 def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
     said, got = texts(reference), [list[Reply]() for _ in reference]
-    lines, fetched = list[str](), 0
+    lines, fetched, before = list[str](), 0, 0
     with Cluster(spec) as cluster:
         cluster.kvferry()
         for turn in range(load.turns):
-            if turn:
+            if turn and spec.prefills == 1:
                 cluster.kill_daemon("prefill")
                 cluster.start_daemon("prefill")
+                before = 0
             wait_until_up(cluster)
             replies = asyncio.run(one_turn(cluster.front, load, said, turn))
             for turns, reply in zip(got, replies, strict=True):
                 turns.append(reply)
-            back = cluster.stats("prefill").way_back
-            fetched += back.fetched_tokens
-            ends = ", ".join(f"{each.reason} {each.count}" for each in (*back.choices, *back.transfers.aborts))
+            since, ends = fetched_by(cluster)
+            fetched += since - before
             prompts = ", ".join(str(reply.prompt_tokens) for reply in replies)
-            lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {back.fetched_tokens} fetched; {ends}")
-        leaks, failed = leaks_of(cluster), cluster.metric("prefill", "vllm:kvferry_failed_total")
+            lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {since - before} fetched; {ends}")
+            before = since
+        leaks = leaks_of(cluster)
+        failed = sum(cluster.metric(name, "vllm:kvferry_failed_total") for name in cluster.prefills)
     comparison = compared(reference, got)
     wrong = [*comparison.wrong, *leaks, *([] if fetched else ["nothing was fetched"])]
     told = (
@@ -178,7 +198,7 @@ def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> 
 
 
 def main() -> int:
-    ways = ("example", "offload", "faulty", "servers", "preempted", "back", *(["back-blocks"] if DEVICES else []))
+    ways = ("example", "offload", "faulty", "servers", "preempted", *BACK_WAYS[: None if DEVICES else 2])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--output", type=Path)
