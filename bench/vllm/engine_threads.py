@@ -244,7 +244,7 @@ def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
         page_size=64,
         pool=args.pool,
         pool_bytes="2GiB",
-        extra={"deadline_seconds": 120.0},
+        extra={"deadline_seconds": 120.0, **({"revision": args.revision} if args.revision else {})},
     )
     timed = replace(spec, connector_class=TIMED_CONNECTOR) if args.hooks else spec
     with tempfile.TemporaryDirectory() as folder, Cluster(timed) as cluster:
@@ -300,6 +300,7 @@ def main() -> int:
     parser.add_argument("--hooks", action="store_true", help="with --start: their times, too")
     parser.add_argument("--pair-alone", action="store_true", help="with --start: no server without kvferry")
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="with --start, on GPUs")
+    parser.add_argument("--revision", help="with --start, of weights that are no files")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 32], metavar="N")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--first", type=int, default=8192, metavar="TOKENS")
@@ -312,7 +313,7 @@ def main() -> int:
     if bool(systems) is args.start:
         parser.error("one of --start, and of --plain and --pair, must be given")
     console = Console(record=True, width=170)
-    vllm = f"; vLLM {version_of(PYTHON)} for CPUs" if args.start else ""
+    vllm = f"; vLLM {version_of(PYTHON)}{'' if DEVICES else ' for CPUs'}" if args.start else ""
     told = f"chats of {args.first} tokens and {args.more} more in each of {args.turns - 1} turns"
     console.print(f"{machine()}{vllm}; {told}")
     with started(args) if args.start else nullcontext(systems) as asked:
