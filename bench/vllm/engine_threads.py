@@ -7,10 +7,10 @@ python bench/vllm/engine_threads.py --start --hooks --at-once 1 --turns 6 --more
 
 `--start` runs vLLM as cluster.py does, one server alone and a pair, of a small model of random weights; on CPUs
 "copies" moves a prompt's bytes, which on a GPU its copy engines do. With `--hooks` a clock is read around each call of
-the pair's connector, and of what KVFerryScheduler adds: a part of "main", without what steps take that only wait
-(timed_steps.py). PID is that of a server's first process; its engine core is all processes below it: on a GPU one for a
-rank, on CPUs the scheduler has one of its own. `--plain` servers get requests without transfer parameters, whose answer
-is one token; a `--pair` gets both halves of each at once.
+the pair's connector, and of what KVFerryScheduler adds: a part of "main", without what steps take that only wait and
+what vLLM does behind any connector's load (timed_steps.py). PID is that of a server's first process; its engine core is
+all processes below it: on a GPU one for a rank, on CPUs the scheduler has one of its own. `--plain` servers get requests
+without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
 /proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
@@ -244,6 +244,7 @@ def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
         page_size=64,
         pool=args.pool,
         pool_bytes="2GiB",
+        host_bytes=args.host_bytes,
         extra={"deadline_seconds": 120.0, **({"revision": args.revision} if args.revision else {})},
     )
     timed = replace(spec, connector_class=TIMED_CONNECTOR) if args.hooks else spec
@@ -300,6 +301,7 @@ def main() -> int:
     parser.add_argument("--hooks", action="store_true", help="with --start: their times, too")
     parser.add_argument("--pair-alone", action="store_true", help="with --start: no server without kvferry")
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="with --start, on GPUs")
+    parser.add_argument("--host-bytes", default="1GiB", help="with --start, of decode's daemon")
     parser.add_argument("--revision", help="with --start, of weights that are no files")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 32], metavar="N")
     parser.add_argument("--rounds", type=int, default=4)

@@ -50,10 +50,19 @@ class TimedConnector(KVFerryConnector):
         always = "HOOK_ALWAYS" in os.environ or vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._clock = StepClock(file, always)
         self.timed = self._clock.timed
+        self._leaves_out: object = None  # the scheduler whose own work is not counted
         for name in OF_REQUESTS:
             setattr(self, name, self.timed(getattr(self, name)))
         for name in OF_STEPS:
             setattr(self, name, self.timed(getattr(self, name), _is_something))
+
+    def leave_out(self, scheduler: KVFerryScheduler) -> None:
+        """vLLM's own work behind any connector's load: the prompt's blocks are cached, a stored one's are freed."""
+        if self._leaves_out is not scheduler:
+            self._leaves_out, manager = scheduler, scheduler.kv_cache_manager
+            manager.cache_blocks = self._clock.left_out(manager.cache_blocks)
+            freed = scheduler._update_from_kv_xfer_finished
+            scheduler._update_from_kv_xfer_finished = self._clock.left_out(freed)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._clock.begin(time.monotonic(), scheduler_output.total_num_scheduled_tokens)
@@ -89,6 +98,7 @@ class TimedConnector(KVFerryConnector):
 
 
 def _timed_addition(scheduler: KVFerryScheduler, outputs: Any, ours: TimedConnector) -> None:
+    ours.leave_out(scheduler)
     news = ours.has_news
     ours.timed(_addition, lambda result: news)(scheduler, outputs, ours)
 

@@ -27,7 +27,7 @@ class StepClock:
     until the next one begins, or until its last hook where the engine waits for requests behind it. What hooks take in
     a step without tokens counts for the one before where any had something to do: of those that only wait an engine
     makes as many as it has time for. Off each hook goes what the clock counts between two looks right behind it: that
-    differs by what the caches hold just then."""
+    differs by what the caches hold just then, and what the engine itself does within it (`left_out`)."""
 
     file: TextIO
     always: bool  # the hooks of every step run; else of every other block of steps
@@ -38,6 +38,7 @@ class StepClock:
     _ended: float = field(default=0.0, init=False)
     _tokens: int = field(default=0, init=False)
     _worked: bool = field(default=False, init=False)  # since the step under way, with or without tokens, began
+    _others: float = field(default=0.0, init=False)  # of what was left out so far
     _counted: float = field(default=0.0, init=False)  # of the step under way and those without tokens behind it
 
     @property
@@ -51,14 +52,26 @@ class StepClock:
         anything to do."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            before, began = self.spent, self.clock()
+            before, others, began = self.spent, self._others, self.clock()
             result = hook(*args, **kwargs)
             ended = self.clock()
-            self.spent = before + max(0.0, ended - began - (self.clock() - ended))
+            took = ended - began - (self.clock() - ended) - (self._others - others)
+            self.spent = before + max(0.0, took)
             self._worked = self._worked or worked(result)
             return result
 
         return timed
+
+    def left_out(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Work of the engine's own, which is not counted where a hook calls it; hooks within it are."""
+
+        def left_out(*args: Any, **kwargs: Any) -> Any:
+            spent, began = self.spent, self.clock()
+            result = call(*args, **kwargs)
+            self._others += self.clock() - began - (self.spent - spent)
+            return result
+
+        return left_out
 
     def begin(self, now: float, tokens: int) -> None:
         if self._worked:

@@ -161,6 +161,20 @@ def test_hooks_of_a_step_without_tokens_count_where_one_had_something_to_do(benc
     assert float(line.split()[2]) == 20 + (10 + 3) + 40
 
 
+def test_what_the_engine_does_within_a_hook_is_not_counted_but_hooks_within_that_are(bench: SimpleNamespace) -> None:
+    file, seconds = io.StringIO(), Clock()
+    clock = bench.timed_steps.StepClock(file, True, clock=seconds)
+    inner = clock.timed(seconds.burn)
+    own = clock.left_out(lambda: (seconds.burn(100), inner(5)))
+    outer = clock.timed(lambda: (seconds.burn(20), own()))
+    clock.begin(1.0, 3)
+    outer()
+    clock.begin(1.1, 1)
+    (line,) = file.getvalue().splitlines()
+    looks = 1 + 3  # the one that ends what was left out, those at the inner hook
+    assert 25 <= float(line.split()[2]) <= 25 + looks
+
+
 def methods_of(path: str, name: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
