@@ -8,9 +8,9 @@ python bench/vllm/engine_threads.py --start --hooks --at-once 1 --turns 6 --more
 `--start` runs vLLM as cluster.py does, one server alone and a pair, of a small model of random weights; on CPUs
 "copies" moves a prompt's bytes, which on a GPU its copy engines do. With `--hooks` a clock is read around each call of
 the pair's connector, and of what KVFerryScheduler adds: a part of "main", without what steps take that only wait and
-what vLLM does behind any connector's load (timed_steps.py). PID is that of a server's first process; its engine core is
-all processes below it: on a GPU one for a rank, on CPUs the scheduler has one of its own. `--plain` servers get requests
-without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
+what vLLM does behind any connector's load (timed_steps.py). PID is that of a server's first process; its engine core
+is all processes below it: on a GPU one for a rank, on CPUs the scheduler has one of its own. `--plain` servers get
+requests without transfer parameters, whose answer is one token; a `--pair` gets both halves of each at once.
 Prompts are token ids, made JSON before the clock starts: chats of a first turn and turns that add to it. A round asks
 each server in turn, the order turning round; the first round of a server is left out. CPU times are of
 /proc/PID/task/*/schedstat (nanoseconds; where the kernel has none of stat, in ticks of 10 ms): "main" is the thread
