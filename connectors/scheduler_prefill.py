@@ -18,7 +18,6 @@ from kvferry.connectors.scheduler_side import (
 )
 
 MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
-MOST_OFFERED = 64  # where they have no pages: each that waits in line costs all behind it some steps of the engine
 LINE_SECONDS = 1.0  # that one more lines up at most: then it is computed
 
 _log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class PrefillScheduler(SchedulerSide):
         """Whether a prompt waits for what may be fetched, begun from now on, or lines up for that."""
         if tracked.hurried:
             return False
-        full = len(self._waiting) >= (MOST_OFFERED if self.fetches_into_blocks else MOST_WAITING)
+        full = len(self._waiting) >= MOST_WAITING
         if full and self._session and tracked.lines_up is not None:  # it has been looked at
             tracked.hurried = self.now() >= tracked.lines_up + LINE_SECONDS
             return not tracked.hurried

@@ -158,7 +158,6 @@ class SchedulerSide:
         self._looks_ahead = looks_ahead  # a token's KV is also of the token behind it
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self.shares_blocks = True  # the engine finds blocks that another request has filled
-        self.fetches_into_blocks = False  # prefill: no page of the daemon's is filled with what is fetched
         self.put_off_seconds = 15.0  # that a load may be put off for others
         self.now: Callable[[], float] = float  # the engine's connector gives a clock; without one time stands still
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known

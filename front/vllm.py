@@ -22,16 +22,7 @@ from kvferry.front.edge.metrics import FrontMetrics, Role
 from kvferry.front.first_token.answer import SentToken, as_whole_reply, first_token_of
 from kvferry.front.upstream.connections import Connections
 from kvferry.front.upstream.daemons import DecodeDaemons
-from kvferry.front.upstream.legs import (
-    Away,
-    Calls,
-    Legs,
-    PrefillFirst,
-    PrefillHalf,
-    Server,
-    VllmPrefillFailed,
-    timeout_of,
-)
+from kvferry.front.upstream.legs import Away, Calls, Legs, PrefillHalf, Server, VllmPrefillFailed, timeout_of
 from kvferry.front.upstream.names import NamedServers
 from kvferry.front.vllm_body import Body, Refusal
 from kvferry.front.vllm_places import Place
@@ -90,7 +81,6 @@ class VllmFront:
     prefill: list[Server] = field(init=False)
     decode: list[Server] = field(init=False)
     connections: Connections = field(default_factory=Connections)
-    prefill_first: PrefillFirst = field(default_factory=PrefillFirst)
     client: httpx.AsyncClient = field(init=False)  # for what is no request's leg
     calls: Calls = field(init=False)
     names: NamedServers = field(init=False)
@@ -197,21 +187,16 @@ class VllmFront:
     ) -> DecodeAnswer:
         """Decode's answer begun. Where prefill fails before, decode is asked once more, to do it alone."""
         request_id = secrets.token_bytes(REQUEST_ID_BYTES)
-        sent = self.prefill_first.begins()
         half = asyncio.create_task(
-            self.calls.prefilled(prefill, legs, body.for_prefill(request_id), sent), name="prefill half"
+            self.calls.prefilled(prefill, legs, body.for_prefill(request_id)), name="prefill half"
         )
-        half.add_done_callback(lambda _: sent())
         stack.push_async_callback(_cancelled, half)
         inner = contextlib.AsyncExitStack()
         headed: asyncio.Future[DecodeAnswer] = asyncio.get_running_loop().create_future()
-
-        async def ask() -> DecodeAnswer:
-            await self.prefill_first.over()
-            told = body.for_decode(request_id, prefill.place.daemon)
-            return await self.calls.begun(inner, decode, legs, told, headed=headed)
-
-        asking = asyncio.create_task(ask(), name="decode half")
+        asking = asyncio.create_task(
+            self.calls.begun(inner, decode, legs, body.for_decode(request_id, prefill.place.daemon), headed=headed),
+            name="decode half",
+        )
         try:
             await asyncio.wait({half, asking}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() and half.exception() is not None:

@@ -145,7 +145,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 default_prefill=self._settings.prefill,
             )
             self._scheduler.shares_blocks = bool(vllm_config.cache_config.enable_prefix_caching)
-            self._scheduler.fetches_into_blocks = self._settings.pool == "engine"
             self._scheduler.put_off_seconds = self._settings.deadline_seconds / 2
             self._scheduler.now = time.monotonic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from kvferry.front.vllm_reply import DecodeAnswer
 
 DOWN_SECONDS = 2.0  # that a server is passed over after it could not be reached
 CONNECT_SECONDS = 5.0
-HOLD_SECONDS = 0.01  # that a decode half waits for prefill halves, its own and others'
 EVENTS = "text/event-stream"
 
 
@@ -62,60 +61,6 @@ class PrefillHalf(NamedTuple):
     answer: PrefillAnswer
 
 
-class _Body(httpx.AsyncByteStream):
-    """A request's JSON; `sent` is called when it has been written."""
-
-    def __init__(self, json: bytes, sent: Callable[[], None]) -> None:
-        self.json, self._sent = json, sent
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self.json
-        self._sent()
-
-
-class PrefillFirst:
-    """Prefill halves are sent before decode halves, those of all requests that are being sent: a prefill server reads
-    one prompt after the other, and decode has nothing to do before one is computed."""
-
-    def __init__(self) -> None:
-        self._unsent = 0
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    def begins(self) -> Callable[[], None]:
-        """A request has a prefill half. What is returned says that it was sent, or will not be; it may do so twice."""
-        self._unsent += 1
-        unsent = True
-
-        def sent() -> None:
-            nonlocal unsent
-            self._unsent -= unsent
-            unsent = False
-            if not self._unsent:
-                for waiter in self._waiting:
-                    _awake(waiter)
-
-        return sent
-
-    async def over(self) -> None:
-        """Waits until no prefill half is to be sent, for HOLD_SECONDS at most."""
-        if not self._unsent:
-            return
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        late = loop.call_later(HOLD_SECONDS, _awake, waiter)
-        self._waiting.add(waiter)
-        try:
-            await waiter
-        finally:
-            late.cancel()
-            self._waiting.remove(waiter)
-
-
-def _awake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
 class Away(Refusal):
     """A server that cannot be reached."""
 
@@ -131,22 +76,17 @@ class Calls:
     clock: Callable[[], float]
     first_token_s: float
 
-    async def prefilled(
-        self, server: Server, legs: Legs, body: bytes, sent: Callable[[], None] | None = None
-    ) -> PrefillHalf:
-        """A prefill server's answer, behind which its pages are sent. `sent` is called once the request is on its way.
-        VllmPrefillFailed."""
+    async def prefilled(self, server: Server, legs: Legs, body: bytes) -> PrefillHalf:
+        """A prefill server's answer, behind which its pages are sent. VllmPrefillFailed."""
         with tracing.span("prefill leg", legs.traceparent, "client", server=server.url) as span:
-            return await self._prefilled_under(server, legs._replace(traceparent=span.traceparent), body, sent)
+            return await self._prefilled_under(server, legs._replace(traceparent=span.traceparent), body)
 
-    async def _prefilled_under(
-        self, server: Server, leg: Legs, body: bytes, sent: Callable[[], None] | None
-    ) -> PrefillHalf:
+    async def _prefilled_under(self, server: Server, leg: Legs, body: bytes) -> PrefillHalf:
         server.running += 1
         counted = self.metrics.leg("prefill", server.place.told)
         try:
             with counted:
-                reply = await self._posted(counted, server, leg, body, sent)
+                reply = await self._posted(counted, server, leg, body)
         finally:
             server.running -= 1
         if reply.status_code >= 400:  # the client's fault decode refuses, too, and the client hears it from there
@@ -156,11 +96,9 @@ class Calls:
             raise VllmPrefillFailed("answered without kv_transfer_params: its pages are not sent")
         return PrefillHalf(reply, answer)
 
-    async def _posted(
-        self, counted: CountedLeg, server: Server, leg: Legs, body: bytes, sent: Callable[[], None] | None
-    ) -> httpx.Response:
+    async def _posted(self, counted: CountedLeg, server: Server, leg: Legs, body: bytes) -> httpx.Response:
         try:
-            reply = await self._sent(server, leg, body, self.first_token_s, sent)
+            reply = await self._sent(server, leg, body, self.first_token_s)
             try:
                 await reply.aread()
             finally:
@@ -219,15 +157,11 @@ class Calls:
         stack.push_async_callback(response.aclose)
         return DecodeAnswer(response, b"", response.aiter_raw())
 
-    async def _sent(
-        self, server: Server, leg: Legs, body: bytes, within_s: float, sent: Callable[[], None] | None = None
-    ) -> httpx.Response:
+    async def _sent(self, server: Server, leg: Legs, body: bytes, within_s: float) -> httpx.Response:
         """The reply's head. No cookies, redirects or proxies, for which httpx's client looks at each request."""
         timeout = {"timeout": timeout_of(within_s).as_dict()}
         url = _url(server.url + leg.path)
         request = httpx.Request("POST", url, headers=leg.headers(server), content=body, extensions=timeout)
-        if sent is not None:
-            request.stream = _Body(body, sent)
         return await self.connections.handle_async_request(request)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
-from kvferry.connectors.scheduler_prefill import LINE_SECONDS, MOST_OFFERED, MOST_WAITING, PrefillScheduler
+from kvferry.connectors.scheduler_prefill import LINE_SECONDS, MOST_WAITING, PrefillScheduler
 from kvferry.connectors.worth import TRY_AGAIN, Worth
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
 
@@ -256,16 +256,6 @@ def test_few_prompts_have_the_daemons_pages_before_they_have_blocks(how: str) ->
     assert side.counts.begins == MOST_WAITING + 1
     side.hear(News(sessions={0: False}))
     assert side.matched(requests[-2], 0) == (0, False), "nothing can come any more"
-
-
-def test_more_wait_where_they_have_no_pages_of_the_daemons() -> None:
-    side = prefill(Daemon(fetch_tokens=16))
-    side.fetches_into_blocks = True
-    requests = [Request(f"r{i}", TOKENS, TO_PREFILL) for i in range(MOST_OFFERED + 1)]
-    for request in requests:
-        side.new_request(request)
-        assert side.matched(request, 0) == (None, False)
-    assert side.counts.begins == MOST_OFFERED
 
 
 def line(side: PrefillScheduler) -> Request:

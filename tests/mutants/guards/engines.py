@@ -389,22 +389,6 @@ DECIDED: tuple[Guard, ...] = (
         ("tests/front/test_decode_away.py",),
     ),
     Guard(
-        "a decode half is sent before prefill halves that are not",
-        "front/upstream/legs.py",
-        "PrefillFirst.over",
-        "if not self._unsent:",
-        "if True:",
-        ("tests/front/test_prefill_first.py",),
-    ),
-    Guard(
-        "a prefill half that is not sent holds decode halves up for ever",
-        "front/upstream/legs.py",
-        "PrefillFirst.over",
-        "late = loop.call_later(HOLD_SECONDS, _awake, waiter)",
-        "late = loop.call_later(3600.0, _awake, waiter)",
-        ("tests/front/test_prefill_first.py",),
-    ),
-    Guard(
         "a daemon that is late once is not ready",
         "front/upstream/daemons.py",
         "_Daemon.unready",
