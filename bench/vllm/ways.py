@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
 from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec
@@ -150,7 +151,7 @@ async def one_turn(url: str, load: Load, said: list[list[str]], turn: int) -> li
 def wait_until_up(cluster: Cluster) -> None:
     """The daemons' sessions are up, and prefill's engines are with their daemons."""
     end = time.monotonic() + UP_SECONDS
-    while any(peer.state != "up" for peer in cluster.stats("decode").peers) or not all(
+    while [peer.state for peer in cluster.stats("decode").peers] != ["up"] * len(cluster.prefills) or not all(
         cluster.stats(name).workers for name in cluster.prefills
     ):
         assert time.monotonic() < end, "the daemons do not find each other again"
@@ -158,38 +159,47 @@ def wait_until_up(cluster: Cluster) -> None:
     time.sleep(1.0)  # the engine's scheduler looks for its daemon four times a second
 
 
-def fetched_by(cluster: Cluster) -> tuple[int, str]:
-    """Tokens that prefill's daemons have fetched since they began, and what became of prompts that lacked some."""
+class Fetched(NamedTuple):
+    """What prefill's daemons have fetched since they began."""
+
+    tokens: int
+    ends: Counter[str]  # what became of prompts that lacked some
+
+
+def fetched_by(cluster: Cluster) -> Fetched:
     backs = [cluster.stats(name).way_back for name in cluster.prefills]
     ends = Counter[str]()
     for back in backs:
         ends.update({each.reason: each.count for each in (*back.choices, *back.transfers.aborts)})
-    return sum(back.fetched_tokens for back in backs), ", ".join(f"{reason} {count}" for reason, count in ends.items())
+    return Fetched(sum(back.fetched_tokens for back in backs), ends)
 
 
 def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
     said, got = texts(reference), [list[Reply]() for _ in reference]
-    lines, fetched, before = list[str](), 0, 0
+    lines, fetched, before = list[str](), 0, Fetched(0, Counter())
     with Cluster(spec) as cluster:
         cluster.kvferry()
         for turn in range(load.turns):
             if turn and spec.prefills == 1:
                 cluster.kill_daemon("prefill")
                 cluster.start_daemon("prefill")
-                before = 0
+                before = Fetched(0, Counter())
             wait_until_up(cluster)
             replies = asyncio.run(one_turn(cluster.front, load, said, turn))
             for turns, reply in zip(got, replies, strict=True):
                 turns.append(reply)
-            since, ends = fetched_by(cluster)
-            fetched += since - before
+            now = fetched_by(cluster)
+            tokens, reasons = now.tokens - before.tokens, now.ends - before.ends
+            fetched, before = fetched + tokens, now
+            ends = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
             prompts = ", ".join(str(reply.prompt_tokens) for reply in replies)
-            lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {since - before} fetched; {ends}")
-            before = since
+            lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {tokens} fetched; {ends}")
         leaks = leaks_of(cluster)
         failed = sum(cluster.metric(name, "vllm:kvferry_failed_total") for name in cluster.prefills)
     comparison = compared(reference, got)
-    wrong = [*comparison.wrong, *leaks, *([] if fetched else ["nothing was fetched"])]
+    wrong = [*comparison.wrong, *leaks]
+    if fetched <= load.conversations * (load.turns - 1) * load.max_tokens:
+        wrong.append("no more was fetched than decode alone had computed")
     told = (
         f"{way}: {comparison.tokens} tokens compared, {len(wrong)} wrong, {len(comparison.ties)} at ties; {fetched} "
         f"tokens fetched, {failed:.0f} failed"
