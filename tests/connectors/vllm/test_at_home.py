@@ -77,6 +77,8 @@ def test_a_pair_tells_of_its_daemons_and_traces_into_them(
             ask(bench, cluster.front, 0)  # is answered all the same
             cluster.start_daemon("decode")
             assert comes(lambda: lines_of(decode, again))
+            # Before the daemons' couriers have met, a prompt is computed in decode's engine alone.
+            assert comes(lambda: [peer.state for peer in cluster.stats("decode").peers] == ["up"])
 
             ask(bench, cluster.front, 1)
             wanted = {"prefill leg", "decode leg", "prefill request", "decode request", "transfer", "send"}
