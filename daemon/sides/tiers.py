@@ -32,8 +32,6 @@ from kvferry.transfer.geometry.registration import Registration
 from kvferry.transfer.host_tier.copy_strategies import CopyStatistics
 from kvferry.waiting import complete
 
-MAP_SECONDS = 0.3  # that the first worker has for mapping a pool on GPUs: beside memory that is pinned it takes 1.1 s
-
 log = logging.getLogger(__name__)
 
 
@@ -237,8 +235,6 @@ class SideTiers:
     async def grow_host(self) -> None:
         """Has the host tier come: see `HostTier.grow`."""
         assert self.facts is not None
-        if self._config.devices:
-            await asyncio.sleep(MAP_SECONDS)
         await self.host.grow(self.cache, self.facts.id, self._side.flush)
 
     def _described(self, registration: Registration | None) -> str:
