@@ -50,7 +50,6 @@ class TimedConnector(KVFerryConnector):
         always = "HOOK_ALWAYS" in os.environ or vllm_config.kv_transfer_config.kv_role == "kv_producer"
         self._clock = StepClock(file, always)
         self.timed = self._clock.timed
-        self._leaves_out: object = None  # the scheduler whose own work is not counted
         for name in OF_REQUESTS:
             setattr(self, name, self.timed(getattr(self, name)))
         for name in OF_STEPS:
@@ -58,11 +57,9 @@ class TimedConnector(KVFerryConnector):
 
     def leave_out(self, scheduler: KVFerryScheduler) -> None:
         """vLLM's own work behind any connector's load: the prompt's blocks are cached, a stored one's are freed."""
-        if self._leaves_out is not scheduler:
-            self._leaves_out, manager = scheduler, scheduler.kv_cache_manager
-            manager.cache_blocks = self._clock.left_out(manager.cache_blocks)
-            freed = scheduler._update_from_kv_xfer_finished
-            scheduler._update_from_kv_xfer_finished = self._clock.left_out(freed)
+        manager, frees = scheduler.kv_cache_manager, scheduler._update_from_kv_xfer_finished
+        manager.cache_blocks = self._clock.left_out(manager.cache_blocks)
+        scheduler._update_from_kv_xfer_finished = self._clock.left_out(frees)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._clock.begin(time.monotonic(), scheduler_output.total_num_scheduled_tokens)
@@ -97,11 +94,17 @@ class TimedConnector(KVFerryConnector):
         return news
 
 
+def _init_timed(scheduler: KVFerryScheduler, *args: Any, **kwargs: Any) -> None:
+    _init(scheduler, *args, **kwargs)
+    if isinstance(ours := scheduler._kvferry, TimedConnector):
+        ours.leave_out(scheduler)
+
+
 def _timed_addition(scheduler: KVFerryScheduler, outputs: Any, ours: TimedConnector) -> None:
-    ours.leave_out(scheduler)
     news = ours.has_news
     ours.timed(_addition, lambda result: news)(scheduler, outputs, ours)
 
 
-_addition = KVFerryScheduler._add
+_init, _addition = KVFerryScheduler.__init__, KVFerryScheduler._add
+KVFerryScheduler.__init__ = _init_timed  # type: ignore[method-assign]
 KVFerryScheduler._add = _timed_addition  # type: ignore[method-assign]

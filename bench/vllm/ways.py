@@ -39,7 +39,8 @@ CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens"
 SHORT = Load(conversations=3, turns=2, user_words=60, max_tokens=16)
 BACK = Load(conversations=3, turns=3, user_words=160, max_tokens=24)
 LONG = Load(conversations=6, turns=2, user_words=160, max_tokens=120)
-BACK_WAYS = ("back", "replicas", "back-blocks", "replicas-blocks")
+BACK_WAYS = ("back", "replicas")
+BLOCK_WAYS = tuple(f"{way}-blocks" for way in BACK_WAYS)  # on GPUs
 METRICS = ("vllm:num_preemptions_total", "vllm:kvferry_failed_total", "vllm:kvferry_pushed_total")
 
 
@@ -72,13 +73,13 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
         return replace(plain, flags=UNCACHED, beside=dict.fromkeys(("prefill", "decode"), offload())), SHORT
     if way == "faulty":
         return replace(plain, beside={"prefill": faulty()}), SHORT
-    if way in BACK_WAYS:
+    if way in (*BACK_WAYS, *BLOCK_WAYS):
         spec = replace(plain, daemon_flags=("--way-back", "always"), extra={"deadline_seconds": 2 * DEADLINE_SECONDS})
         if way.startswith("replicas"):
             spec = replace(spec, prefills=2, prefill_blocks=34)
         else:
             spec = replace(spec, prefill_flags=("--no-enable-prefix-caching",))
-        if way.endswith("-blocks"):
+        if way in BLOCK_WAYS:
             spec = replace(spec, pool="engine", first_token="prefill", decode_flags=SCHEDULER)
         return spec, BACK
     if way == "servers":
@@ -103,7 +104,7 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
     said = texts(reference)
-    if way in BACK_WAYS:
+    if way in (*BACK_WAYS, *BLOCK_WAYS):
         return run_back(way, spec, load, reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()
@@ -176,22 +177,22 @@ def fetched_by(cluster: Cluster) -> Fetched:
 
 def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
     said, got = texts(reference), [list[Reply]() for _ in reference]
-    lines, fetched, before = list[str](), 0, Fetched(0, Counter())
+    lines, fetched = list[str](), 0
     with Cluster(spec) as cluster:
         cluster.kvferry()
         for turn in range(load.turns):
             if turn and spec.prefills == 1:
                 cluster.kill_daemon("prefill")
                 cluster.start_daemon("prefill")
-                before = Fetched(0, Counter())
             wait_until_up(cluster)
+            before = fetched_by(cluster)
             replies = asyncio.run(one_turn(cluster.front, load, said, turn))
             for turns, reply in zip(got, replies, strict=True):
                 turns.append(reply)
             now = fetched_by(cluster)
-            tokens, reasons = now.tokens - before.tokens, now.ends - before.ends
-            fetched, before = fetched + tokens, now
-            ends = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+            tokens = now.tokens - before.tokens
+            fetched += tokens
+            ends = ", ".join(f"{reason} {count}" for reason, count in (now.ends - before.ends).items())
             prompts = ", ".join(str(reply.prompt_tokens) for reply in replies)
             lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {tokens} fetched; {ends}")
         leaks = leaks_of(cluster)
@@ -208,7 +209,7 @@ def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> 
 
 
 def main() -> int:
-    ways = ("example", "offload", "faulty", "servers", "preempted", *BACK_WAYS[: None if DEVICES else 2])
+    ways = ("example", "offload", "faulty", "servers", "preempted", *BACK_WAYS, *(BLOCK_WAYS if DEVICES else ()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--output", type=Path)
