@@ -233,7 +233,8 @@ async def measure(systems: list[list[Server]], load: Chats, args: argparse.Names
 @contextmanager
 def started(args: argparse.Namespace) -> Iterator[list[list[Server]]]:
     """One server alone, the prefill server of a pair asked without transfer parameters, and the pair."""
-    os.environ.setdefault("VLLM_MODEL", str(model_of_heads()))
+    if "VLLM_MODEL" not in os.environ:
+        os.environ["VLLM_MODEL"] = str(model_of_heads())
     longest = args.first + (args.turns - 1) * args.more + args.tokens_out
     most = -(-longest // 1024) * 1024
     room = ("--max-model-len", str(most), "--hf-overrides", json.dumps({"max_position_embeddings": most}))

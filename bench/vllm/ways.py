@@ -76,7 +76,7 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
     if way in (*BACK_WAYS, *BLOCK_WAYS):
         spec = replace(plain, daemon_flags=("--way-back", "always"), extra={"deadline_seconds": 2 * DEADLINE_SECONDS})
         if way.startswith("replicas"):
-            spec = replace(spec, prefills=2, prefill_blocks=34)
+            spec = replace(spec, prefills=2, prefill_blocks=130 if way in BLOCK_WAYS else 34)
         else:
             spec = replace(spec, prefill_flags=("--no-enable-prefix-caching",))
         if way in BLOCK_WAYS:
@@ -146,7 +146,10 @@ async def one_turn(url: str, load: Load, said: list[list[str]], turn: int) -> li
                     messages.append({"role": "assistant", "content": said[conversation][number]})
             return await ask(messages, load.max_tokens)
 
-        return list(await asyncio.gather(*(one(number) for number in range(load.conversations))))
+        # Another comes first in each turn, so that of several engines each gets what others have computed.
+        order = [(turn + place) % load.conversations for place in range(load.conversations)]
+        replies = dict(zip(order, await asyncio.gather(*map(one, order)), strict=True))
+        return [replies[number] for number in range(load.conversations)]
 
 
 def wait_until_up(cluster: Cluster) -> None:
