@@ -19,6 +19,7 @@ from kvferry.connectors.scheduler_side import (
 
 MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
 LINE_SECONDS = 1.0  # that one more lines up at most: then it is computed
+LINE_SPEED = 10_000.0  # tokens a second: so much of what it lacks is computed in less time than it lines up
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +67,15 @@ class PrefillScheduler(SchedulerSide):
             return False
         full = len(self._waiting) >= MOST_WAITING
         if full and self._session and tracked.lines_up is not None:  # it has been looked at
-            tracked.hurried = self.now() >= tracked.lines_up + LINE_SECONDS
+            tracked.hurried = self.now() >= tracked.lines_up
             return not tracked.hurried
         if not self._may_fetch(tracked, computed):
             return False
         if not full:
             self._begin(tracked, waits=True)
         elif tracked.lines_up is None:
-            tracked.lines_up = self.now()
+            lacking = self._most(tracked) - max(computed, tracked.near)
+            tracked.lines_up = self.now() + min(LINE_SECONDS, lacking / LINE_SPEED)
         return True
 
     def _may_fetch(self, tracked: Tracked, computed: int) -> bool:

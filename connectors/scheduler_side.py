@@ -106,7 +106,7 @@ class Tracked:
     held: int = 0  # tokens that the engine had itself when it last asked; decode: when its load was put off
     near: int = 0  # prefill: tokens that the daemon had itself when the prompt was begun for what may be fetched
     hurried: bool = False  # prefill: it is not held up for what may be fetched, which is seldom any
-    lines_up: float | None = None  # prefill: since when it waits to be begun, where many others wait
+    lines_up: float | None = None  # prefill: until when it waits to be begun, where many others wait
     waits: bool = False  # prefill: it was begun before it has blocks, for what may be fetched
     saved: int = 0  # prefill: tokens that the worker was told of
     unsent: bool = False  # prefill: the worker has failed to send it, or will

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-LEAST = 0.1  # of the tokens that are lacking: such a share is to come, in the mean
-LAST = 0.25  # weight of the last prompt in the mean
-TRY_AGAIN = 16  # prompts that were not held up, behind which one is
+LEAST = 0.04  # of the tokens that are lacking: such a share is to come, in the mean
+LAST = 0.05  # weight of the last prompt in the mean
+FIRST = 0.2  # the mean of which nothing is known: after some thirty prompts for nothing it is too little
+TRY_AGAIN = 8  # prompts that were not held up, behind which one is
 
 
 class Worth:
     """Whether a prompt is to wait for what may be fetched. A wait for nothing (decode has no more, or cannot say so in
-    time) costs a step of the engine or a few percent of the prompt's own time, so one that brings all pays for many.
-    Prompts that lack about as much, by powers of two, are judged together: an engine that keeps its chats lacks little
-    of each, again and again, which nobody has; now and then it lacks a whole chat."""
+    time) costs a step of the engine or 3 % of the prompt's own time, one that brings all spares two thirds of it and
+    more: one in twenty-five pays for the others. Prompts that lack about as much, by powers of two, are judged
+    together: an engine that keeps its chats lacks little of each, again and again, which nobody has; now and then it
+    lacks a whole chat."""
 
     def __init__(self) -> None:
         self._brought: dict[int, float] = {}  # mean shares of what was lacking, by the bits of its number
@@ -20,7 +22,7 @@ class Worth:
     def hold_up(self, lacking: int) -> bool:
         """Decides on a prompt that lacks so many tokens; one that is not held up is counted."""
         size = lacking.bit_length()
-        if self._brought.get(size, 1.0) >= LEAST:
+        if self._brought.get(size, FIRST) >= LEAST:
             return True
         passed = self._passed.get(size, 0)
         self._passed[size] = (passed + 1) % (TRY_AGAIN + 1)
@@ -29,5 +31,5 @@ class Worth:
     def waited(self, lacking: int, brought: int) -> None:
         """A prompt that lacked so many tokens, one at least, was held up, and so many of them were fetched."""
         size = lacking.bit_length()
-        before = self._brought.get(size, 1.0)
+        before = self._brought.get(size, FIRST)
         self._brought[size] = before + LAST * (brought / lacking - before)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
-from kvferry.connectors.scheduler_prefill import LINE_SECONDS, MOST_WAITING, PrefillScheduler
+from kvferry.connectors.scheduler_prefill import LINE_SECONDS, LINE_SPEED, MOST_WAITING, PrefillScheduler
 from kvferry.connectors.worth import TRY_AGAIN, Worth
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
 
@@ -91,9 +93,9 @@ def asked(side: PrefillScheduler, name: str, fetched: int | None) -> bool:
 
 def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    held_up = [asked(side, f"{number}", fetched=0) for number in range(60)]
-    assert held_up[:9] == [True] * 9 and held_up[9:26] == [False] * TRY_AGAIN + [True]
-    assert held_up.count(True) == side.counts.waits == 12
+    held_up = [asked(side, f"{number}", fetched=0) for number in range(32 + 3 * (TRY_AGAIN + 1))]
+    assert held_up == [True] * 32 + 3 * ([False] * TRY_AGAIN + [True])
+    assert held_up.count(True) == side.counts.waits == 35
     assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(20))
     forced = prefill(Daemon(fetch_tokens=1))  # --way-back always
     assert all(asked(forced, f"{number}", fetched=0) for number in range(20))
@@ -102,7 +104,7 @@ def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
 @pytest.mark.parametrize("pages", [2, 3])
 def test_what_the_daemon_had_itself_was_not_worth_a_wait(pages: int) -> None:
     side = prefill(Daemon(fetch_tokens=16, pages=2))
-    held_up = [asked(side, f"{number}", fetched=pages * BLOCK) for number in range(20)]
+    held_up = [asked(side, f"{number}", fetched=pages * BLOCK) for number in range(40)]
     assert all(held_up) == (pages == 3)
 
 
@@ -123,9 +125,21 @@ def test_chats_whose_first_turns_bring_nothing_are_worth_a_wait() -> None:
         worth.waited(9000, 8900 if number % 4 else 0)
 
 
+@pytest.mark.parametrize(("every", "least"), [(2, 1.0), (5, 0.9), (10, 0.4)])
+def test_a_few_that_can_be_fetched_among_many_that_cannot_are_held_up(every: int, least: float) -> None:
+    worth, draws = Worth(), random.Random(every)
+    good = [draws.random() < 1 / every for _ in range(20_000)]
+    held_up = 0
+    for whole in good:
+        if worth.hold_up(9000):
+            worth.waited(9000, 8900 if whole else 0)
+            held_up += whole
+    assert held_up >= least * sum(good)
+
+
 def test_what_a_kept_chat_lacks_says_nothing_of_a_chat_that_is_lost() -> None:
     worth = Worth()
-    for _ in range(20):
+    for _ in range(35):
         if worth.hold_up(500):
             worth.waited(500, 0)
     assert not worth.hold_up(500) and worth.hold_up(9000)
@@ -133,7 +147,7 @@ def test_what_a_kept_chat_lacks_says_nothing_of_a_chat_that_is_lost() -> None:
 
 def test_a_wait_that_pays_after_many_that_did_not_is_followed_by_others() -> None:
     worth = Worth()
-    for _ in range(9):
+    for _ in range(32):
         worth.waited(9000, 0)
     assert [worth.hold_up(9000) for _ in range(TRY_AGAIN + 1)] == [False] * TRY_AGAIN + [True]
     worth.waited(9000, 8900)
@@ -272,16 +286,23 @@ def test_nobody_lines_up_for_long() -> None:
     side.now = lambda: now[0]
     request = line(side)
     assert side.matched(request, 0) == (None, False)
-    now[0] += LINE_SECONDS - 0.01
+    now[0] += (TOKENS - 1) / LINE_SPEED - 0.001
     assert side.matched(request, 0) == (None, False)
-    now[0] += 0.02
+    now[0] += 0.002
     assert side.matched(request, 0) == side.matched(request, 0) == (0, False)
     assert side.counts.begins == MOST_WAITING
+    long = Request("b", 100_000, TO_PREFILL)
+    side.new_request(long)
+    assert side.matched(long, 0) == (None, False)
+    now[0] += LINE_SECONDS - 0.01
+    assert side.matched(long, 0) == (None, False)
+    now[0] += 0.02
+    assert side.matched(long, 0) == (0, False)
 
 
 def test_one_in_many_that_lines_up_is_tried_all_the_same() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    for _ in range(9):
+    for _ in range(32):
         side._worth.waited(TOKENS - 1, 0)
     held_up = [side._worth.hold_up(TOKENS - 1) for _ in range(TRY_AGAIN)]
     assert not any(held_up)

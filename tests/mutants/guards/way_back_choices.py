@@ -120,8 +120,8 @@ GUARDS: tuple[Guard, ...] = (
         "nobody lines up for long",
         "connectors/scheduler_prefill.py",
         "PrefillScheduler._holds_up",
-        "tracked.lines_up + LINE_SECONDS",
-        "tracked.lines_up + 1e9",
+        "self.now() >= tracked.lines_up",
+        "False",
         SCHEDULER,
     ),
     Guard(
