@@ -125,6 +125,22 @@ GUARDS: tuple[Guard, ...] = (
         SCHEDULER,
     ),
     Guard(
+        "who lacks little lines up for little time",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler._holds_up",
+        "min(LINE_SECONDS, lacking / LINE_SPEED)",
+        "LINE_SECONDS",
+        SCHEDULER,
+    ),
+    Guard(
+        "a few prompts that are fetched pay for the others",
+        "connectors/worth.py",
+        "Worth.hold_up",
+        "self._brought.get(size, FIRST) >= LEAST",
+        "self._brought.get(size, FIRST) >= 4 * LEAST",
+        SCHEDULER,
+    ),
+    Guard(
         "prompts that lack little say nothing of those that lack much",
         "connectors/worth.py",
         "Worth.waited",
