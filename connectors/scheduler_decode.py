@@ -9,9 +9,7 @@ from dataclasses import replace
 from kvferry.connectors import params as transfer_params
 from kvferry.connectors.orders import Cancel, Load, Orders, Restore, StorePages
 from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked, counted, traceparent_of
-from kvferry.radix.digests import DIGEST_BYTES
 
-WORTH_JOINING = 512  # tokens that another request's load brings, from which on it is waited for
 _log = logging.getLogger(__name__)
 
 
@@ -39,26 +37,11 @@ class DecodeScheduler(SchedulerSide):
         return self._held(tracked, request.num_tokens - 1, computed)  # one is left to compute, for its logits
 
     def _arrives_anyway(self, tracked: Tracked, computed: int) -> bool:
-        """Whether half of what it lacks is on its way for another request, behind which the engine has it: loaded for
-        each it would take their blocks, too. That one may not be computed before what prefill has of this one is sent:
-        it is waited for no longer than half of a deadline. Behind one that has brought nothing no further one is waited
-        for, nor is one that the engine would ask for later."""
-        page = self.shape.page_size
-        pages = -(-(computed + tracked.request.num_prompt_tokens) // (2 * page))
-        if not self.shares_blocks or pages * page - computed < WORTH_JOINING:
-            return False
-        last = tracked.chain.digest(pages - 1)  # it names all before it, too
-        at = (pages - 1) * DIGEST_BYTES
-        most = tracked.request.priority
-        first = next(
-            (
-                name
-                for name, digests in self._arriving.items()
-                if digests[at : at + DIGEST_BYTES] == last and self._tracked[name].request.priority <= most
-            ),
-            "",
-        )
-        if not last or not first:
+        """Whether half of what it lacks is on its way for another request: loaded for each it would take their blocks,
+        too. That one may not be computed before what prefill has of this one is sent: it is waited for no longer than
+        half of a deadline. Behind one that has brought nothing no further one is waited for."""
+        first = self._for_whom(tracked, computed, tracked.request.num_prompt_tokens)
+        if not first:
             return False
         if tracked.behind not in self._arriving:
             if tracked.behind and computed <= tracked.held:

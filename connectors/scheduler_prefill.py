@@ -65,17 +65,19 @@ class PrefillScheduler(SchedulerSide):
         """Whether a prompt waits for what may be fetched, begun from now on, or lines up for that."""
         if tracked.hurried:
             return False
-        full = len(self._waiting) >= MOST_WAITING
-        if full and self._session and tracked.lines_up is not None:  # it has been looked at
+        first = self._for_whom(tracked, computed, self._most(tracked))
+        behind = first or len(self._waiting) >= MOST_WAITING
+        if behind and self._session and tracked.lines_up is not None:  # it has been looked at
             tracked.hurried = self.now() >= tracked.lines_up
             return not tracked.hurried
         if not self._may_fetch(tracked, computed):
             return False
-        if not full:
+        if not behind:
             self._begin(tracked, waits=True)
         elif tracked.lines_up is None:
             lacking = self._most(tracked) - max(computed, tracked.near)
             tracked.lines_up = self.now() + min(LINE_SECONDS, lacking / LINE_SPEED)
+            self.counts.joins += bool(first)
         return True
 
     def _may_fetch(self, tracked: Tracked, computed: int) -> bool:
@@ -96,6 +98,8 @@ class PrefillScheduler(SchedulerSide):
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         tracked = self._tracked.get(request.request_id)
         self._waiting.discard(request.request_id)
+        if not external:
+            self._arriving.pop(request.request_id, None)
         if tracked is None or tracked.alone:
             return
         start, end = tracked.found - external, tracked.found
@@ -114,6 +118,11 @@ class PrefillScheduler(SchedulerSide):
                 self.counts.fills += 1
                 self.counts.fill_tokens += external
 
+    def received(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            self._arriving.pop(request, None)
+        super().received(requests)
+
     def _begin(
         self, tracked: Tracked, start: int = 0, end: int = 0, blocks: tuple[int, ...] = (), *, waits: bool = False
     ) -> None:
@@ -129,6 +138,7 @@ class PrefillScheduler(SchedulerSide):
         if waits:
             tracked.found = UNKNOWN
             self._waiting.add(request.request_id)
+            self._arriving[request.request_id] = prompt.digests
             self.counts.waits += 1
         traceparent, held = traceparent_of(request), max(tracked.held, end)
         name = tracked.params.name
@@ -165,6 +175,7 @@ class PrefillScheduler(SchedulerSide):
     def finished(self, request: EngineRequest, blocks: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
         tracked = self._tracked.get(request.request_id)
         self._waiting.discard(request.request_id)
+        self._arriving.pop(request.request_id, None)
         if tracked is None:
             return False, None
         if not tracked.begun:

@@ -17,6 +17,7 @@ from kvferry.connectors.params import TransferParams
 from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain, Unnamed
 from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.connectors.worth import Worth
+from kvferry.radix.digests import DIGEST_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class DaemonView(Protocol):
 
 
 UNKNOWN = -1
+WORTH_JOINING = 512  # tokens that another request's load brings, from which on it is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Tracked:
 class SchedulerCounts:
     loads: int = 0
     load_tokens: int = 0
-    joins: int = 0  # loads that were put off for another's, which brings half of what they lack
+    joins: int = 0  # that were put off for another's load, which brings half of what they lack
     restores: int = 0
     restore_tokens: int = 0
     stores: int = 0
@@ -162,7 +164,7 @@ class SchedulerSide:
         self.now: Callable[[], float] = float  # the engine's connector gives a clock; without one time stands still
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
-        self._arriving: dict[str, bytes] = {}  # decode: page digests of the prompts that are being loaded
+        self._arriving: dict[str, bytes] = {}  # page digests of prompts that are loaded; prefill: or may be fetched
         self._worth = Worth()  # prefill: waiting for what may be fetched
         self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []
@@ -285,6 +287,21 @@ class SchedulerSide:
         """Tokens that may be fetched of it; the last one is computed in any case."""
         last, page = tracked.request.num_prompt_tokens - 1, self.shape.page_size
         return last // page * page
+
+    def _for_whom(self, tracked: Tracked, computed: int, tokens: int) -> str:
+        """The request for which half of what this one lacks of its first `tokens` comes, behind which the engine has
+        it. Empty: there is none, or it brings too little, or the engine would take it later."""
+        page = self.shape.page_size
+        pages = -(-(computed + tokens) // (2 * page))
+        if not self._arriving or not self.shares_blocks or pages * page - computed < WORTH_JOINING:
+            return ""
+        if not (last := tracked.chain.digest(pages - 1)):  # it names all before it, too
+            return ""
+        at, most = (pages - 1) * DIGEST_BYTES, tracked.request.priority
+        for name, digests in self._arriving.items():
+            if digests[at : at + DIGEST_BYTES] == last and self._tracked[name].request.priority <= most:
+                return name
+        return ""
 
     def _held(self, tracked: Tracked, tokens: int, computed: int) -> tuple[int, bool]:
         """What `matched` answers, of what the daemon holds of the first `tokens`."""

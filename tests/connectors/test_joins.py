@@ -1,20 +1,21 @@
-"""Loads of a decode engine that are put off for another's, which brings half of what they lack."""
+"""Requests that are put off for another's load, which brings half of what they lack."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvferry.connectors.orders import News
-from kvferry.connectors.scheduler_decode import WORTH_JOINING
-from kvferry.connectors.scheduler_side import SchedulerSide
+from kvferry.connectors.orders import Begin, News
+from kvferry.connectors.scheduler_side import WORTH_JOINING, SchedulerSide
 from tests.connectors.scheduling import (
     BLOCK,
     TO_DECODE,
+    TO_PREFILL,
     Daemon,
     Request,
     blocks,
     decode,
     orders,
+    prefill,
 )
 
 LONG = 2 * WORTH_JOINING
@@ -119,3 +120,38 @@ def test_a_load_is_put_off_for_half_of_a_deadline_at_most() -> None:
         assert side.matched(second, 0) == (None, False)
     clock[0] = 102.0
     assert side.matched(second, 0) == (LONG + 40, True)
+
+
+@pytest.mark.parametrize("over", ["found", "nothing", "finished", "failed"])
+def test_a_prompt_whose_half_may_be_fetched_for_another_lines_up_behind_it(over: str) -> None:
+    side, first = prefill(Daemon(fetch_tokens=16)), Request("a", LONG, TO_PREFILL)
+    second, other = Request("b", LONG + 40, TO_PREFILL), Request("c", LONG, TO_PREFILL, adapter="other")
+    for request in (first, second, other):
+        side.new_request(request)
+        assert side.matched(request, 0) == (None, False)
+    assert side.matched(second, 0) == (None, False)
+    assert [order.request for order in orders(side) if isinstance(order, Begin)] == ["a", "c"]
+    assert side.counts.joins == 1
+    if over == "finished":
+        side.finished(first, [])
+    else:
+        half = LONG // 2 if over == "found" else 0
+        side.hear(News(found={"a": half}) if over != "failed" else News(failed=frozenset("a")))
+        assert side.matched(first, 0) == (half, half > 0)
+        side.allocated(first, blocks(LONG), half)
+    if over == "found":
+        assert side.matched(second, 0) == (None, False), "it is being loaded"
+        side.received(["a"])
+    assert side.matched(second, 0) == (None, False) and side.counts.begins == 3, "it is begun itself"
+
+
+def test_what_another_prompt_brought_is_not_fetched_again() -> None:
+    side, first, second = prefill(Daemon(fetch_tokens=16)), *(Request(name, LONG, TO_PREFILL) for name in "ab")
+    for request in (first, second):
+        side.new_request(request)
+        assert side.matched(request, 0) == (None, False)
+    side.hear(News(found={"a": LONG - BLOCK}))
+    side.matched(first, 0)
+    side.allocated(first, blocks(LONG), LONG - BLOCK)
+    side.received(["a"])
+    assert side.matched(second, LONG - BLOCK) == (0, False) and side.counts.begins == 1

@@ -262,10 +262,10 @@ DECIDED: tuple[Guard, ...] = (
     ),
     Guard(
         "a prefix that is on its way for another request is waited for in an engine that would not find it",
-        "connectors/scheduler_decode.py",
-        "DecodeScheduler._arrives_anyway",
-        "if not self.shares_blocks or ",
-        "if ",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._for_whom",
+        " or not self.shares_blocks",
+        "",
         ("tests/connectors/test_joins.py",),
     ),
     Guard(
@@ -286,8 +286,8 @@ DECIDED: tuple[Guard, ...] = (
     ),
     Guard(
         "a prompt waits for one that the scheduler would take later",
-        "connectors/scheduler_decode.py",
-        "DecodeScheduler._arrives_anyway",
+        "connectors/scheduler_side.py",
+        "SchedulerSide._for_whom",
         " and self._tracked[name].request.priority <= most",
         "",
         ("tests/connectors/test_joins.py",),

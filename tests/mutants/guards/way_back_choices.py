@@ -125,6 +125,22 @@ GUARDS: tuple[Guard, ...] = (
         SCHEDULER,
     ),
     Guard(
+        "what may be fetched for one prompt is fetched for others, too",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler._begin",
+        "            self._arriving[request.request_id] = prompt.digests\n",
+        "",
+        ("tests/connectors/test_joins.py",),
+    ),
+    Guard(
+        "a prompt of which nothing comes is waited for",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler.allocated",
+        "            self._arriving.pop(request.request_id, None)",
+        "            pass",
+        ("tests/connectors/test_joins.py",),
+    ),
+    Guard(
         "who lacks little lines up for little time",
         "connectors/scheduler_prefill.py",
         "PrefillScheduler._holds_up",
