@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KeysBetween: TypeAlias = "Callable[[int, int], ExtraKeys | None]"
 """What names the tokens [start, end) of a request beside their ids: adapters, images and where they lie, a salt.
-`start` begins a page, `end` ends it or the tokens."""
+`start` begins a page, `end` ends it or the tokens, or is one behind it."""
 
 
 class Unnamed(RuntimeError):
@@ -86,15 +86,15 @@ class PromptChain:
         return bytes(self._digests[(page - 1) * DIGEST_BYTES : page * DIGEST_BYTES]) if page else self._root
 
 
-AHEAD_NAMES = "ends by request"
+AHEAD_NAMES = "ends by request, next token by its keys"
 """The rule by which AheadChain names pages. It is part of an engine's facts: who names them otherwise shares none."""
 
 
 class AheadChain(PromptChain):
     """The digests where the KV of a page's last token is also of the token behind it: a page has that token in its
-    name. One at the prompt's very end has the request's in its place, by which both halves of the request know it, and
-    no other request: the token behind it is still to be sampled. Once the request goes on, it and what follows are
-    named anew."""
+    name, and what names it beside its id. One at the prompt's very end has the request's in its place, by which both
+    halves of the request know it, and no other request: the token behind it is still to be sampled. Once the request
+    goes on, it and what follows are named anew."""
 
     def __init__(
         self, source: TokenSource, page_size: int, keys: KeysBetween | None, root: bytes | None, name: RequestName
@@ -118,10 +118,12 @@ class AheadChain(PromptChain):
         return (page + 1) * self._page_size
 
     def _with_next(self, start: int, end: int) -> ExtraKeys | None:
-        keys = () if self._beside is None else self._beside(start, end) or ()
-        if (end - start) < self._page_size:
+        full, is_there = end - start == self._page_size, end < len(self._source.all_token_ids)
+        upto = end + 1 if full and is_there else end  # all images have one id
+        keys = () if self._beside is None else self._beside(start, upto) or ()
+        if not full:
             return keys or None
-        if end < len(self._source.all_token_ids):
+        if is_there:
             return (*keys, ("next_token", self._source.all_token_ids[end]))
         self._open = start // self._page_size
         return (*keys, ("request", *self._name))

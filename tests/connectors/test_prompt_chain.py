@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.client.requests import RequestName
 from kvferry.connectors.prompt_chain import AheadChain, KeysBetween, PromptChain
-from kvferry.radix.digests import chain_digests, tail_digest
+from kvferry.radix.digests import chain_digests, split_digests, tail_digest
 
 PAGE = 8
 ONE, OTHER = RequestName(bytes(16), 1), RequestName(bytes(15) + b"1", 1)
@@ -23,6 +23,15 @@ class Source:
 def of_pages(start: int, end: int) -> list[int | str] | None:
     """Something else for every page but the third."""
     return None if start == 2 * PAGE else ["salt", start] if start == 0 else [start - end]
+
+
+def image_at(name: str, offset: int, length: int = PAGE) -> KeysBetween:
+    """The keys of a request with one image, as vLLM has them: of every range that has some of it."""
+
+    def keys(start: int, end: int) -> list[tuple[str, str, int]] | None:
+        return [("mm", name, offset - start)] if start < offset + length and offset < end else None
+
+    return keys
 
 
 def looking_ahead(source: Source, keys: KeysBetween | None = None, name: RequestName = ONE) -> AheadChain:
@@ -80,6 +89,33 @@ def test_a_page_is_of_the_token_behind_it_where_its_kv_is(keys: KeysBetween | No
     assert named([*tokens, 1], 2 * PAGE) == named([*tokens, 1])[:2]
 
 
+@pytest.mark.parametrize(("offset", "common"), [(2 * PAGE - 1, 1), (2 * PAGE, 1), (2 * PAGE + 1, 2)])
+def test_a_page_before_an_image_is_that_images_where_a_draft_looks_ahead(offset: int, common: int) -> None:
+    """All images have one token, which does not tell them apart."""
+    tokens = [*range(100, 100 + offset), *[7] * PAGE, *range(200, 200 + PAGE)]
+    plain, one, other = (
+        split_digests(looking_ahead(Source(tokens), keys).pages(3 * PAGE))
+        for keys in (None, image_at("a", offset), image_at("b", offset))
+    )
+    assert plain[:common] == one[:common] == other[:common]
+    assert not set(plain[common:]) & set(one[common:]) and not set(one[common:]) & set(other[common:])
+    named = [PromptChain(Source(tokens), PAGE, image_at(name, offset)).pages(2 * PAGE) for name in "ab"]
+    assert (named[0] == named[1]) is (offset >= 2 * PAGE), "without a draft by what is in it alone"
+
+
+@pytest.mark.parametrize("offset", [PAGE, 2 * PAGE])
+def test_an_images_page_that_ended_the_tokens_is_named_anew_when_they_go_on(offset: int) -> None:
+    tokens = [*range(100, 100 + offset), *[7] * PAGE, *range(200, 200 + PAGE)]
+    source = Source(tokens[:offset])
+    chain = looking_ahead(source, image_at("a", offset))
+    before = chain.prompt(offset)
+    assert before.digests == looking_ahead(source).pages(offset), "no image is within its tokens"
+    source.all_token_ids = tokens
+    whole = looking_ahead(Source(tokens), image_at("a", offset))
+    assert chain.prompt(offset) == whole.prompt(offset) != before
+    assert chain.pages(3 * PAGE) == whole.pages(3 * PAGE) != looking_ahead(Source(tokens)).pages(3 * PAGE)
+
+
 @pytest.mark.parametrize("keys", [None, of_pages])
 @pytest.mark.parametrize("other", [OTHER, RequestName(ONE.request_id, 2)])
 def test_a_page_that_ends_the_prompt_is_one_requests_alone(keys: KeysBetween | None, other: RequestName) -> None:
@@ -102,7 +138,7 @@ def test_a_page_that_ended_the_prompt_is_named_anew_when_the_request_goes_on() -
     assert chain.prompt(2 * PAGE).digests == chain.pages(2 * PAGE)
 
 
-@pytest.mark.parametrize("keys", [None, of_pages])
+@pytest.mark.parametrize("keys", [None, of_pages, image_at("a", PAGE, 2 * PAGE)])
 def test_a_chain_that_looks_ahead_is_the_one_that_is_made_anew(keys: KeysBetween | None) -> None:
     chosen = Random(5)
     for _ in range(100):

@@ -246,6 +246,14 @@ GUARDS: tuple[Guard, ...] = (
         CHAIN,
     ),
     Guard(
+        "a page's name has the image behind it, where a draft looks ahead",
+        "connectors/prompt_chain.py",
+        "AheadChain._with_next",
+        "end + 1 if full and is_there else end",
+        "end",
+        CHAIN,
+    ),
+    Guard(
         "a page at a prompt's end is one request's",
         "connectors/prompt_chain.py",
         "AheadChain._with_next",
