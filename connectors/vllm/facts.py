@@ -149,25 +149,36 @@ def _geometry_of(vllm_config: Any, kinds: Sequence[CacheKind], page_size: int) -
 
 
 def kv_heads_of(vllm_config: Any, spec: Any) -> int:
-    """KV heads of the model, over all ranks. Unfit where a rank's are not its share of them, or a draft model beside it
-    has another number: a page's heads are dealt out to ranks as the model's are."""
+    """KV heads of the layers, over all ranks. Unfit where a rank's are not its share of them, or a draft model has
+    another number than a model with heads of its own: a page's heads are dealt out to ranks as the model's are."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     own: int = spec.num_kv_heads
     if ranks == 1 or is_latent(spec):
         return own
-    total: int = vllm_config.model_config.get_total_num_kv_heads()
-    draft = draft_of(vllm_config)
-    if draft is not None and (drafts := draft.draft_model_config.get_total_num_kv_heads()) != total:
+    whose, total = _heads_over_all(vllm_config, ranks)
+    if own != max(1, total // ranks):
+        raise Unfit(
+            f"a rank has {own} KV heads, {whose} {total}, tensor_parallel_size is {ranks}: the connector serves "
+            "models whose ranks share the heads evenly"
+        )
+    return total
+
+
+def _heads_over_all(vllm_config: Any, ranks: int) -> tuple[str, int]:
+    """The owner of the layers with KV heads, and how many it has over all ranks, of which there are several."""
+    model, draft = vllm_config.model_config, draft_of(vllm_config)
+    total: int = model.get_total_num_kv_heads()
+    if draft is None:
+        return "the model", total
+    drafts: int = draft.draft_model_config.get_total_num_kv_heads()
+    if model.use_mla:  # the model's own layers have latents, whatever number of heads it says
+        return "the draft model", drafts
+    if drafts != total:
         raise Unfit(
             f"the draft model has {drafts} KV heads, the model {total}, tensor_parallel_size is {ranks}: on several "
             "ranks the connector serves draft models of as many; set tensor_parallel_size to 1, or choose another"
         )
-    if own != max(1, total // ranks):
-        raise Unfit(
-            f"a rank has {own} KV heads, the model {total}, tensor_parallel_size is {ranks}: the connector serves "
-            "models whose ranks share the heads evenly"
-        )
-    return total
+    return "the model", total
 
 
 def rank_of(vllm_config: Any, engine: str, role: common_pb2.Role) -> OneRank | None:

@@ -13,13 +13,16 @@ from kvferry.connectors.vllm.caches import DRAFT_FILES, Unfit, draft_of
 from kvferry.connectors.vllm.facts import facts_of, kv_heads_of
 from kvferry.connectors.vllm.weights import draft_name, fingerprint, kv_scales
 from kvferry.transfer.geometry.namespace import differences
+from kvferry.transfer.geometry.rank_lanes import rank_geometry
 from tests.connectors.vllm.test_caches import (
     BLOCK,
+    LAYERS,
     FullAttentionSpec,
     MLAAttentionSpec,
     drafts,
     engine,
     kv,
+    together,
     weights,
     with_dtype,
 )
@@ -90,6 +93,7 @@ def test_the_length_that_a_model_writes_into_its_configuration_is_no_part_of_its
 def test_on_several_ranks_a_draft_model_has_as_many_heads_as_the_model() -> None:
     """Of the model's four each is on two of eight ranks, of the draft model's eight on one."""
     config = engine(ranks=8, draft=drafts("draft_model"))
+    config.model_config.use_mla = False
     config.model_config.get_total_num_kv_heads = lambda: 4
     config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 8
     with pytest.raises(Unfit, match="the draft model has 8 KV heads, the model 4, tensor_parallel_size is 8"):
@@ -97,6 +101,19 @@ def test_on_several_ranks_a_draft_model_has_as_many_heads_as_the_model() -> None
     assert kv_heads_of(config, MLAAttentionSpec()) == 1, "every rank has all of it"
     config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 4
     assert kv_heads_of(config, FullAttentionSpec(num_kv_heads=1)) == 4
+
+
+def test_beside_latents_the_heads_are_the_draft_models() -> None:
+    """DeepSeek V3 says 128, and none of its layers has them; each rank has all of the latents."""
+    config = engine(ranks=8, draft=drafts("eagle3"))
+    config.model_config.use_mla = True
+    config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 16
+    group = together(("head", 1, FullAttentionSpec()), ("model", LAYERS, MLAAttentionSpec(cache_dtype_str="auto")))
+    found = facts_of(config, group, Shape(BLOCK, 1), Settings("/s", revision="1")).geometry
+    assert [(cache.layers, cache.kv_heads) for cache in found.caches] == [(1, 16), (LAYERS, 1)]
+    assert [cache.kv_heads for cache in rank_geometry(found, 8).caches] == [2, 1]
+    with pytest.raises(Unfit, match="a rank has 3 KV heads, the draft model 16, tensor_parallel_size is 8"):
+        kv_heads_of(config, FullAttentionSpec(num_kv_heads=3))
 
 
 def test_engines_whose_draft_models_have_other_scales_share_no_page(tmp_path: Path) -> None:

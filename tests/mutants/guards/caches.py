@@ -230,6 +230,14 @@ GUARDS: tuple[Guard, ...] = (
         ENGINE,
     ),
     Guard(
+        "a draft model's heads are dealt out to ranks as another number of the model's",
+        "connectors/vllm/facts.py",
+        "_heads_over_all",
+        "if drafts != total:",
+        "if False:",
+        DRAFT_MODELS,
+    ),
+    Guard(
         "a draft that looks ahead takes the token behind a page into its name",
         CACHES,
         "looks_ahead",
