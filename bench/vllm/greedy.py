@@ -33,18 +33,33 @@ class Reference(NamedTuple):
     again: list[list[Reply]]
 
 
-def kept(path: str | None) -> Reference | None:
+def kept(path: str | None, ranks: int) -> Reference | None:
+    """What was kept there; None: nothing was. ValueError where it is of a server of another number of ranks."""
     if path is None or not Path(path).exists():
         return None
+    told = json.loads(Path(path).read_text())
+    if told["ranks"] != ranks:
+        raise ValueError(
+            f"--reference {path} has the replies of one vLLM of {told['ranks']} ranks, --alone-ranks is {ranks}: give "
+            "that number, or another file"
+        )
     return Reference(
         *(
             [
                 [Reply(**{**reply, "tokens": [Token(**each) for each in reply["tokens"]]}) for reply in one]
-                for one in told
+                for one in told[name]
             ]
-            for told in json.loads(Path(path).read_text())
+            for name in Reference._fields
         )
     )
+
+
+def keep(path: str, reference: Reference, ranks: int) -> None:
+    """Keeps it as `kept` reads it."""
+    passes = {
+        name: [[asdict(reply) for reply in replies] for replies in each] for name, each in reference._asdict().items()
+    }
+    Path(path).write_text(json.dumps({"ranks": ranks, **passes}))
 
 
 def refer(url: str, load: Load) -> Reference:
@@ -99,15 +114,17 @@ def main() -> int:
     load = Load(args.conversations, args.turns, args.user_words, args.max_tokens)
     lines = [f"{machine()}; {' '.join(sys.argv)}; {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"]
     print(lines[0], flush=True)
-    reference = kept(args.reference)
+    try:
+        reference = kept(args.reference, args.alone_ranks)
+    except ValueError as error:
+        parser.error(str(error))
     if reference is None:
         with Cluster(Spec(ranks={"alone": args.alone_ranks})) as cluster:
             reference = refer(cluster.alone().url, load)
             lines.append(f"one vLLM, asked twice: {compared(*reference)}{accepted(cluster, 'alone')}")
             print(lines[-1], flush=True)
         if args.reference:
-            told = [[[asdict(reply) for reply in replies] for replies in each] for each in reference]
-            Path(args.reference).write_text(json.dumps(told))
+            keep(args.reference, reference, args.alone_ranks)
     said = texts(reference.replies)
     wrong = 0
     for case in args.cases:
