@@ -18,7 +18,7 @@ from kvferry.connectors.blocks import BlockMap, PoolPages
 from kvferry.connectors.movers import HostMover
 from kvferry.connectors.scheduler_side import Shape
 from kvferry.connectors.settings import Settings
-from kvferry.connectors.vllm.caches import CacheKind, Unfit
+from kvferry.connectors.vllm.caches import CacheKind, Unfit, kinds_of
 from kvferry.connectors.vllm.facts import (
     block_map,
     check_config,
@@ -47,6 +47,7 @@ class FullAttentionSpec:
     head_size: int = DIM
     head_size_v: int = DIM
     dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
 
 
 @dataclass
@@ -113,6 +114,13 @@ def test_an_engine_that_fits() -> None:
 def test_engines_that_are_refused(engine: Engine, message: str) -> None:
     with pytest.raises(Unfit, match=message):
         check_config(engine.vllm, engine.kv)
+
+
+def test_windows_whose_layers_keep_every_token_are_served() -> None:
+    """Windows beside full attention are one group so, with vLLM's --disable-hybrid-kv-cache-manager."""
+    engine = Engine(specs=(FullAttentionSpec(sliding_window=128),))
+    assert check_config(engine.vllm, engine.kv) == BLOCK
+    assert [kind.layers for kind in kinds_of(engine.vllm, engine.kv)] == [("l0", "l1")]
 
 
 def test_blocks_that_no_daemon_can_have_are_refused() -> None:
