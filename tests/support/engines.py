@@ -170,22 +170,38 @@ def grown(replica: Replica, seconds: float = 20.0) -> cache_pb2.SideStats:
 
 
 def settled(replica: Replica, seconds: float = 10.0) -> cache_pb2.SideStats:
-    """Statistics once nothing is held any more; asserts that this comes to pass."""
+    """Statistics once nothing is held any more; asserts that this comes to pass. Of both roles: see `both_settled`."""
+    return _settled(replica, seconds)[0]
+
+
+def both_settled(replica: Replica, seconds: float = 10.0) -> tuple[cache_pb2.SideStats, cache_pb2.SideStats]:
+    """Likewise, of a daemon with both roles: (prefill, decode)."""
+    decode, prefill = _settled(replica, seconds)
+    assert (decode.role, prefill.role) == (common_pb2.ROLE_DECODE, common_pb2.ROLE_PREFILL)
+    return prefill, decode
+
+
+def _settled(replica: Replica, seconds: float) -> list[cache_pb2.SideStats]:
     deadline = time.monotonic() + seconds
     while True:
-        side = stats(replica)
-        pool = side.pool
-        busy = pool.locks + pool.leased + pool.arriving + pool.orphaned + pool.promised
-        busy += pool.spilling + pool.restoring + side.tiers.copies
-        busy += side.requests.running + side.requests.waiting + side.transfers.active
-        idle_slots = all(peer.free_credits == peer.slots for peer in side.peers if peer.state == "up")
-        if not busy and idle_slots:
-            assert pool.free + pool.cached == pool.pages
-            assert pool.evictable == pool.cached
-            return side
+        with grpc.insecure_channel(replica.daemon_address, OPTIONS) as channel:
+            sides = list(fetch(channel).sides)
+        if not any(map(_holds_anything, sides)):
+            for side in sides:
+                assert side.pool.free + side.pool.cached == side.pool.pages
+                assert side.pool.evictable == side.pool.cached
+            return sides
         if time.monotonic() > deadline:
-            raise AssertionError(f"still held after {seconds} s:\n{side}")
+            raise AssertionError(f"still held after {seconds} s:\n{sides}")
         threading.Event().wait(0.05)
+
+
+def _holds_anything(side: cache_pb2.SideStats) -> bool:
+    pool = side.pool
+    busy = pool.locks + pool.leased + pool.arriving + pool.orphaned + pool.promised
+    busy += pool.spilling + pool.restoring + side.tiers.copies
+    busy += side.requests.running + side.requests.waiting + side.transfers.active
+    return busy > 0 or any(peer.free_credits != peer.slots for peer in side.peers if peer.state == "up")
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0, what: str = "what is waited for") -> None:

@@ -18,11 +18,11 @@ def started(stack: Stack, spec: SystemSpec) -> tuple[tuple[Replica, ...], tuple[
     """Once their sessions are up: an Ask that waits for that comes too late."""
     prefills, decodes = start_replicas(stack, spec)
     for decode in decodes:
-        wait_until(partial(_is_up, decode), 30.0, "its sessions are up")
+        wait_until(partial(is_up, decode), 30.0, "its sessions are up")
     return prefills, decodes
 
 
-def _is_up(decode: Replica) -> bool:
+def is_up(decode: Replica) -> bool:
     return {peer.state for peer in stats(decode).peers} == {"up"}
 
 
