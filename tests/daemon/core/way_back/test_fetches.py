@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.effects import OpenSend, StartFetch, StopFetch, WakeAt, ZeroPages
 from kvferry.daemon.core.limits import Name
+from kvferry.daemon.core.namespaces import Quota
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.prefill_entry import EntryState
 from kvferry.daemon.core.way_back.choice import (
@@ -52,10 +55,16 @@ class Fetching(Prefill):
     """Session 1 has a way back."""
 
     def __init__(
-        self, setting: str = ALWAYS, *, pool: int = 64, page_bytes: int = 64, zero_freed: bool = False
+        self,
+        setting: str = ALWAYS,
+        *,
+        pool: int = 64,
+        page_bytes: int = 64,
+        zero_freed: bool = False,
+        quotas: Mapping[bytes, Quota] | None = None,
     ) -> None:
         super().__init__()
-        self.cache = Cache(pool, PAGE, limits=CacheLimits(zero_freed=zero_freed))
+        self.cache = Cache(pool, PAGE, limits=CacheLimits(zero_freed=zero_freed, quotas=quotas))
         self.core = PrefillCore(self.cache, PrefillLimits(table=8, way_back=WayBackLimits(setting, page_bytes)))
         self.core.fetches.session_up(1)
 
@@ -336,3 +345,27 @@ def test_pages_that_another_computed_meanwhile_stay_the_requests_own() -> None:
     pages = side.core.entries[A].hold.pages[:2]
     assert side.matched() == 2
     assert set(side.cache.pool.states(pages)) == {PageState.LEASED}, "the other's pages are the tree's"
+
+
+def test_a_namespace_fetches_within_its_quota() -> None:
+    """Room for one such prompt: the next one waits for pages of its own, and what was fetched before makes room."""
+    side = Fetching(quotas={NAMESPACE: Quota(hard=FULL + 1)})
+    space = side.cache.namespace(NAMESPACE)
+    side.ask_a()
+    side.begin_a()
+    assert side.state is EntryState.FETCHING and space.used == FULL + 1
+    side.core.ask(1, B, ask_of(B, digests("y", FULL), FULL), DEADLINE, 0.0)
+    begin = wire.Begin(name=B.to_proto(), digests=digests("y", FULL), tokens=TOKENS, tail_digest=TAIL)
+    side.core.begin(1, NAMESPACE, B, begin, DEADLINE, 0.0)
+    side.step("arrived", 1, list(range(FULL)))
+    side.step("completed", 1)
+    assert side.matched() == FULL and side.cache.pool.free == 64 - (FULL + 1)
+    assert side.core.entries[B].state is EntryState.WAITING
+    side.core.abort(1, A, 0.0)
+    side.core.send_ended(1, int.from_bytes(A.request_id, "big"), 0.0)
+    side.take()
+    (start,) = side.of(StartFetch)
+    assert A not in side.core.entries and Name(start.ask.name.request_id, 1) == B and start.ask.pages == FULL
+    assert space.used == FULL + 1 and space.evicted == FULL, "all that was fetched for A"
+    side.step("arrived", 2, list(range(FULL)))
+    assert space.used == FULL + 1
