@@ -93,6 +93,22 @@ def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
     assert choices(side) == {"fetched": 1} and side.way_back.fetched_tokens == turn.matched
 
 
+def test_a_request_that_is_continued_goes_on_from_all_that_decode_holds(stack: Stack) -> None:
+    """Its output, the end of its prompt now, was never at a prefill server; of its first prompt one knows."""
+    prefills, decodes = started(stack, system(2, "always", "--checksums", "on"))
+    prompt, held = ids(random.Random(8), 100), 0
+    for prefill in (prefills[0], prefills[1], prefills[0]):
+        with Engines(prefill, decodes[0]) as engines:
+            turn = engines.turn(prompt, 20)
+        assert turn.error is None and len(turn.output) == 20, turn.details
+        assert turn.prefill_matched == turn.matched == held
+        prompt = prompt + turn.output
+        held = (len(prompt) - 1) // PAGE * PAGE  # KV of the last token was never computed
+    fetched = [settled(prefill).way_back.fetched_tokens for prefill in prefills]
+    assert fetched == [139 // PAGE * PAGE - 100 // PAGE * PAGE, 119 // PAGE * PAGE]
+    assert settled(decodes[0]).way_back.transfers.completed == 2
+
+
 @pytest.mark.nightly
 def test_what_was_measured_decides(stack: Stack) -> None:
     """An engine that computes slowly fetches; both estimates are in the statistics."""
