@@ -98,13 +98,16 @@ class Storm:
         place: Place = anywhere,
         pace: Pace | None = None,
         deadline_s: float = DEADLINE_S,
+        flags: Sequence[str] = (),
     ) -> None:
+        """flags: of every daemon."""
         self.stack = stack
         self.shm_dir = shm_dir_of(stack)
         os.mkdir(self.shm_dir, 0o700)
         self._pace = pace or Pace()
         self._deadline_s = deadline_s
         self._place = place
+        self._flags = flags
         self.parts: dict[str, Part] = {}
         self.rows: list[Row] = []
         self.seen: list[Seen] = []
@@ -154,7 +157,7 @@ class Storm:
         listen = f"{self._place(name)[1]}:0"
         common = ["--name", name, "--listen", listen, "--socket", self._socket(name), "--page-size", str(PAGE)]
         common += ["--shm-dir", self.shm_dir, "--metrics", "off"]
-        words = ["--insecure", "--checksums", "on", "--zero-freed", "on", *words]
+        words = ["--insecure", "--checksums", "on", "--zero-freed", "on", *self._flags, *words]
         return ["serve", "--role", role, *common, *words]
 
     def _socket(self, name: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 from tests.faults.outcome import SHORT_DEADLINE_S, finish, write_table
 from tests.faults.recovery import PEER_SEEN_S, WORKER_SEEN_S, Row, late
 from tests.faults.storm import Storm
+from tests.support.engines import settled
 from tests.support.stacks import running_stack
 
 FAULTS = (
@@ -34,6 +35,29 @@ def test_a_daemon_that_is_ended_and_one_that_is_stopped() -> None:
         finish(storm)
     assert all(row.ok for row in storm.rows), "no turn was judged"
     found = [said for row in storm.rows if (said := late(row, None))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("killed", ["prefill-0", "decode-0"])
+def test_daemons_that_die_or_stop_while_prompts_travel_both_ways(killed: str) -> None:
+    """Workers check what was fetched for them, too."""
+    both_ways = ["--way-back", "always"]
+    with running_stack() as stack, Storm(stack, seed=3, deadline_s=SHORT_DEADLINE_S, flags=both_ways) as storm:
+        rows = [
+            storm.suffer(f"SIGKILL {killed}", lambda: storm.kill(killed), lasting=1.0, loses=[killed]),
+            storm.suffer("SIGSTOP 5 s prefill-1", lambda: storm.stop("prefill-1"), lasting=5.0, loses=["prefill-1"]),
+            storm.suffer("SIGSTOP 1 s decode-0", lambda: storm.stop("decode-0"), lasting=1.0),
+        ]
+        finish(storm)
+        ways = [settled(storm.replica(name)).way_back for name in ("prefill-0", "prefill-1", "decode-0")]
+    for way in ways:  # of those that were killed, since they are there again
+        assert way.transfers.completed > 0 and way.transfers.mismatched_parts == 0
+    assert all(way.fetched_tokens > 0 for way in ways[:2])
+    found = [
+        said for row, within in zip(rows, (PEER_SEEN_S, PEER_SEEN_S, None), strict=True) if (said := late(row, within))
+    ]
     assert not found, "\n".join(found)
 
 

@@ -200,7 +200,8 @@ def _holds_anything(side: cache_pb2.SideStats) -> bool:
     pool = side.pool
     busy = pool.locks + pool.leased + pool.arriving + pool.orphaned + pool.promised
     busy += pool.spilling + pool.restoring + side.tiers.copies
-    busy += side.requests.running + side.requests.waiting + side.transfers.active
+    busy += side.requests.running + side.requests.waiting
+    busy += side.transfers.active + side.way_back.transfers.active
     return busy > 0 or any(peer.free_credits != peer.slots for peer in side.peers if peer.state == "up")
 
 
