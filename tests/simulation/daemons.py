@@ -32,7 +32,7 @@ from kvferry.transfer.protocol.slots import HEADER_BYTES
 from tests.simulation.clients import watching
 from tests.simulation.clients.published import Published
 from tests.simulation.clock import Clock, Violation, expect
-from tests.simulation.ends import check_receiver, check_sender
+from tests.simulation.ends import check_fetches, check_receiver, check_returns, check_sender
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.prompts import ENGINE_GEOMETRY, GEOMETRY, PAGE, content
 from tests.simulation.storage.blocks import BlockMemory
@@ -341,6 +341,10 @@ class SimDecode(SimSide, DecodeSide):
         self.pages_memory.check(pages, [prompt.contents[index] for index in indexes], "a page reported as arrived")
         super().on_pages(transfer, indexes)
 
+    def check(self) -> None:
+        super().check()
+        check_returns(self.ready_core, self.returns._sendings, self.config.name)
+
     def check_idle(self) -> None:
         super().check_idle()
         core = self.ready_core
@@ -383,6 +387,10 @@ class SimPrefill(SimSide, PrefillSide):
     @property
     def in_hand(self) -> int:
         return super().in_hand + len(self.ready_core.entries)
+
+    def check(self) -> None:
+        super().check()
+        check_fetches(self.ready_core, self.sessions, self.config.name)
 
     def check_idle(self) -> None:
         super().check_idle()

@@ -35,8 +35,8 @@ from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.daemon.memory.host_tier import HostTier
 from kvferry.daemon.peers.session import Session
 from kvferry.daemon.sides import workers
+from kvferry.daemon.sides.fetching import PrefillFetches
 from kvferry.daemon.sides.workers import Worker
-from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
 from kvferry.radix.tree import PROMPT, Lock
@@ -45,6 +45,7 @@ from kvferry.transfer.host_tier.index import RowIndex
 from kvferry.transfer.protocol.coverage import Coverage
 from kvferry.transfer.protocol.receiver import Receiver, _Incoming
 from kvferry.transfer.protocol.slots import Credit, CreditPurse, CreditTable, PartHeader, PartNotice
+from tests.simulation import broken_way_back as back
 from tests.simulation.faults import Draw, Faults, draw_faults, with_drains, with_patience, with_stows
 from tests.simulation.simulator import simulate
 from tests.simulation.storage.test_disk import believe_the_file, clear_nothing
@@ -228,43 +229,6 @@ def keep_wrong_rows(tier: BlockTier, lease: Lease, page: int) -> None:
     return None
 
 
-def settle_beside_returns(keeper: LeaseKeeper, lease: Lease) -> None:
-    returns, lease.returns = lease.returns, 0
-    _settle(keeper, lease)
-    lease.returns = returns
-
-
-def fetches_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
-    return bool(entry.sends) or entry.zeroing
-
-
-def all_is_readable(returns: Returns, lease: Lease, end: int) -> int:
-    return end
-
-
-_readable = Returns._readable
-
-
-def computed_or_not(returns: Returns, lease: Lease, end: int) -> int:
-    written, lease.held_written = lease.held_written, True
-    readable = _readable(returns, lease, end)
-    lease.held_written = written
-    return readable
-
-
-def gaps_and_all(fetch: Fetch) -> int:
-    return fetch.first_page + fetch.there.rfind(1) + 1
-
-
-_stop = Fetches.stop
-
-
-def begin_at_once(fetches: Fetches, number: int, reason: str) -> None:
-    _stop(fetches, number, reason)
-    if (fetch := fetches._open.get(number)) is not None:
-        fetches._over(fetch)
-
-
 def stows_without_a_look(keeper: EntryKeeper, entry: Entry) -> bool:
     return bool(entry.sends) or entry.zeroing or entry.fetch is not None
 
@@ -287,38 +251,6 @@ def stow_what_failed(stows: Stows, number: int, failed: Sequence[int], mismatche
     return _ended(stows, number, (), mismatched, seconds)
 
 
-_of_pages, _proceed = NamedBlocks.of_pages, Fetches._proceed
-
-
-def held_or_not(blocks: NamedBlocks, pages: range, held: int = 0) -> tuple[int, ...]:
-    return _of_pages(blocks, pages)
-
-
-def still_named(blocks: NamedBlocks) -> None:
-    return None
-
-
-def fetch_all_the_same(fetches: Fetches, entry: Entry) -> None:
-    _proceed(fetches, entry)
-    assert entry.prompt is not None
-    if entry not in fetches._short:
-        entry.prompt.patience = wire.PATIENCE_FETCH
-
-
-_ask = Loans.ask
-
-
-def lend_without_a_lock(loans: Loans, session: int, ask: peer.Ask, deadline: float) -> None:
-    _ask(loans, session, ask, deadline)
-    if (loan := loans._open.get((session, ask.transfer))) is not None:
-        loans._holds.unlock(loan.namespace, loan.lock)
-        loan.lock = loan.namespace.tree.lock(loan.namespace.tree.match(b""))
-
-
-def whatever_is_there(cache: Cache, namespace: Namespace, digests: bytes) -> int:
-    return namespace.tree.match(digests).pages
-
-
 @dataclass(frozen=True)
 class Guard:
     owner: object  # a class or a module
@@ -334,6 +266,7 @@ BREAKS = Faults(broken_streams=20)
 FILLS = Faults(held=0.5, hangs=0.2)
 BLOCKS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, blunders=0.1)
 BACK = Faults(restarts=4, tier_fails=0.1, way_back=True)
+BROKEN_BACK = replace(BACK, broken_streams=20)
 STOWS = Faults(aborts=0.3, tier_fails=0.2, blocks=True, stows=1.0)
 WAITS = Faults(aborts=0.1, blocks=True, way_back=True, patience=True)
 ALL_STOWS, ALL_WAITS = partial(with_stows, draw_faults), partial(with_patience, draw_faults)
@@ -345,6 +278,7 @@ GUARDS = {
     "all lanes": Guard(_Incoming, "written", any_lane, Faults(), 2),
     "content binding": Guard(Receiver, "check_binding", any_content, Faults(early=True)),
     "checksum": Guard(Receiver, "checksum_error", any_bytes, Faults(flips=0.02)),
+    "checksum of what comes back": Guard(PrefillFetches, "join", back.any_bytes_back, replace(BACK, flips=0.02), 3),
     "credit spent once": Guard(CreditPurse, "take", keep_the_credit, Faults()),
     "orphaned pages, decode": Guard(DecodeCore, "worker_lost", free_at_once, CRASHES),
     "orphaned pages, prefill": Guard(PrefillCore, "worker_lost", free_at_once, CRASHES, 2),
@@ -376,24 +310,32 @@ GUARDS = {
     "paths of what is stored": Guard(BlockTier, "_path_is_held", whatever_is_before, BLOCKS),
     "stores that failed": Guard(BlockTier, "_stored", store_what_failed, BLOCKS),
     "rows that are wrong": Guard(BlockTier, "forget_wrong", keep_wrong_rows, BLOCKS),
-    "locks of what goes back": Guard(LeaseKeeper, "settle", settle_beside_returns, replace(BACK, aborts=0.9)),
-    "what can be read goes back": Guard(Returns, "_readable", all_is_readable, BACK),
-    "locks of what is lent": Guard(Loans, "ask", lend_without_a_lock, BACK, 1),
-    "what can be read is lent": Guard(Cache, "readable", whatever_is_there, BACK, 11),
-    "held blocks that are computed": Guard(Returns, "_readable", computed_or_not, WAITS, 6, ALL_WAITS),
-    "pages that are fetched into": Guard(EntryKeeper, "copies_run", fetches_without_a_look, replace(BACK, aborts=0.9)),
-    "fetched pages behind a gap": Guard(Fetch, "ready", property(gaps_and_all), replace(BACK, fetch_seconds=0.004)),
-    "copies of a fetch that is stopped": Guard(Fetches, "stop", begin_at_once, replace(BACK, fetch_seconds=0.004), 4),
+    "locks of what goes back": Guard(LeaseKeeper, "settle", back.settle_beside_returns, replace(BACK, aborts=0.9)),
+    "what can be read goes back": Guard(Returns, "_readable", back.all_is_readable, BACK),
+    "locks of what is lent": Guard(Loans, "ask", back.lend_without_a_lock, BACK, 1),
+    "what can be read is lent": Guard(Cache, "readable", back.whatever_is_there, BACK, 11),
+    "held blocks that are computed": Guard(Returns, "_readable", back.computed_or_not, WAITS, 6, ALL_WAITS),
+    "pages that are fetched into": Guard(
+        EntryKeeper, "copies_run", back.fetches_without_a_look, replace(BACK, aborts=0.9)
+    ),
+    "fetched pages behind a gap": Guard(
+        Fetch, "ready", property(back.gaps_and_all), replace(BACK, fetch_seconds=0.004)
+    ),
+    "copies of a fetch that is stopped": Guard(
+        Fetches, "stop", back.begin_at_once, replace(BACK, fetch_seconds=0.004), 4
+    ),
+    "fetches of a session that is over": Guard(Fetches, "session_down", back.lives_on, BROKEN_BACK),
+    "loans to a session that is over": Guard(Loans, "session_down", back.lives_on, BROKEN_BACK, 1),
     "blocks that are copied to the tier": Guard(EntryKeeper, "copies_run", stows_without_a_look, STOWS, 4, ALL_STOWS),
     "rows that are sent": Guard(EntryKeeper, "copies_run", rows_without_a_look, STOWS, 2, ALL_STOWS),
     "blocks that are sent": Guard(Stows, "ended", stow_what_was_asked_for, STOWS, 1, ALL_STOWS),
     "prompts that are not in the tier": Guard(Stows, "ended", stow_what_failed, STOWS, 0, ALL_STOWS),
-    "blocks that an engine holds": Guard(NamedBlocks, "of_pages", held_or_not, WAITS, 0, ALL_WAITS),
+    "blocks that an engine holds": Guard(NamedBlocks, "of_pages", back.held_or_not, WAITS, 0, ALL_WAITS),
     "blocks into which nothing came": Guard(
-        NamedBlocks, "forget", still_named, replace(WAITS, fetch_seconds=0.004), 9, ALL_WAITS
+        NamedBlocks, "forget", back.still_named, replace(WAITS, fetch_seconds=0.004), 9, ALL_WAITS
     ),
     "who was told to compute": Guard(
-        Fetches, "_proceed", fetch_all_the_same, replace(WAITS, fetch_seconds=0.004, blocks=False), 0, ALL_WAITS
+        Fetches, "_proceed", back.fetch_all_the_same, replace(WAITS, fetch_seconds=0.004, blocks=False), 0, ALL_WAITS
     ),
     "order of proofs": Guard(Receiver, "end", drained_at_once, Faults(aborts=0.9)),
 }

@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 
 LOANS = ("tests/daemon/core/way_back/test_loans.py",)
 LOOK_UPS = ("tests/daemon/core/way_back/test_look_ups.py",)
+FETCHES = ("tests/daemon/core/way_back/test_fetches.py",)
 FOLLOW = ("tests/daemon/core/way_back/test_follow.py",)
 SESSIONS = ("tests/daemon/peers/test_look_up_session.py",)
 _LOANS, _LOOK_UPS = "daemon/core/way_back/loans.py", "daemon/core/way_back/look_ups.py"
@@ -221,4 +222,80 @@ _AGREED = (
     ),
 )
 
-GUARDS = (*_LENT, *_ASKED, *_AGREED)
+_ENDED = (
+    Guard(
+        "what is lent is locked behind its session's end",
+        _LOANS,
+        "Loans.session_down",
+        "self.closed(*key, completed=False)",
+        "pass",
+        LOANS,
+    ),
+    Guard("a session ends its own loans alone", _LOANS, "Loans.session_down", " if key[0] == session", "", LOANS),
+    Guard(
+        "loans hear of their session's end",
+        "daemon/core/way_back/returns.py",
+        "Returns.session_down",
+        "self.loans.session_down(session)",
+        "pass",
+        LOANS,
+    ),
+    Guard(
+        "fetches hear of their session's end",
+        "daemon/core/prefill.py",
+        "PrefillCore.session_down",
+        "self.fetches.session_down(session)",
+        "pass",
+        FETCHES,
+    ),
+    Guard(
+        "a session that is over is asked for nothing",
+        _FETCHES,
+        "Fetches.session_down",
+        "self._sessions.discard(session)",
+        "pass",
+        FETCHES,
+    ),
+    Guard(
+        "a fetch ends with its session",
+        _FETCHES,
+        "Fetches.session_down",
+        "                self._close(fetch)\n",
+        "                pass\n",
+        FETCHES,
+    ),
+    Guard(
+        "a session ends its own fetches alone",
+        _FETCHES,
+        "Fetches.session_down",
+        " if fetch.session == session]",
+        "]",
+        FOLLOW,
+    ),
+    Guard(
+        "who waits for another's fetch ends with its own session",
+        _FETCHES,
+        "Fetches.session_down",
+        "            del self._following[entry]\n",
+        "            pass\n",
+        FOLLOW,
+    ),
+    Guard(
+        "who waits for another's fetch goes on behind its session's end",
+        _FETCHES,
+        "Fetches.session_down",
+        "self._resume(*follower)",
+        "pass",
+        FOLLOW,
+    ),
+    Guard(
+        "who waits for a session's answer goes on behind its end",
+        _FETCHES,
+        "Fetches.session_down",
+        "self._end_search(entry)",
+        "pass",
+        LOOK_UPS,
+    ),
+)
+
+GUARDS = (*_LENT, *_ASKED, *_AGREED, *_ENDED)
