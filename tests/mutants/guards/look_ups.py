@@ -270,7 +270,7 @@ _ENDED = (
         "Fetches.session_down",
         " if fetch.session == session]",
         "]",
-        FOLLOW,
+        FETCHES,
     ),
     Guard(
         "who waits for another's fetch ends with its own session",

@@ -75,6 +75,14 @@ class Fetching(Prefill):
         self.core.begin(1, NAMESPACE, A, request, DEADLINE, now)
         self.take()
 
+    def asked_b(self, prompt: str, *, session: int = 1) -> None:
+        """B, which the session asks for and holds all full pages of."""
+        names = digests(prompt, FULL)
+        self.core.ask(session, B, ask_of(B, names, FULL), DEADLINE, 0.0)
+        request = wire.Begin(name=B.to_proto(), digests=names, tokens=TOKENS, tail_digest=TAIL)
+        self.core.begin(1, NAMESPACE, B, request, DEADLINE, 0.0)
+        self.take()
+
     def ask_a(self, held: int = FULL, *, session: int = 1, now: float = 0.0, full: int = FULL) -> None:
         self.core.ask(session, A, ask_of(A, digests("x", full), held), DEADLINE, now)
         self.take()
@@ -231,6 +239,19 @@ def test_a_request_that_was_ending_ends_with_its_session() -> None:
     assert A not in side.core.entries and side.told("ended") and side.cache.pool.counts().leased == 0
 
 
+def test_the_end_of_a_session_ends_its_own_fetches_alone() -> None:
+    side = fetching()
+    side.core.fetches.session_up(2)
+    side.asked_b("y", session=2)
+    assert len(side.core.fetches) == 2
+    side.core.session_down(2, 0.0)
+    side.take()
+    assert len(side.core.fetches) == 1 and side.state is EntryState.FETCHING and B not in side.core.entries
+    side.step("arrived", 1, list(range(FULL)))
+    side.step("completed", 1)
+    assert side.matched() == FULL
+
+
 # -- before an Ask -------------------------------------------------------------------------------------------------
 
 
@@ -354,9 +375,7 @@ def test_a_namespace_fetches_within_its_quota() -> None:
     side.ask_a()
     side.begin_a()
     assert side.state is EntryState.FETCHING and space.used == FULL + 1
-    side.core.ask(1, B, ask_of(B, digests("y", FULL), FULL), DEADLINE, 0.0)
-    begin = wire.Begin(name=B.to_proto(), digests=digests("y", FULL), tokens=TOKENS, tail_digest=TAIL)
-    side.core.begin(1, NAMESPACE, B, begin, DEADLINE, 0.0)
+    side.asked_b("y")
     side.step("arrived", 1, list(range(FULL)))
     side.step("completed", 1)
     assert side.matched() == FULL and side.cache.pool.free == 64 - (FULL + 1)
