@@ -248,7 +248,7 @@ def _way_back(sides: Sides) -> Iterator[Metric]:
     help_ = "transfers of the way back by outcome and reason"
     yield _counter("way_back_transfers_ended", help_, ["role", "outcome", "reason"], ended)
     choices = [([name, choice.reason], choice.count) for name, side in sides for choice in side.way_back.choices]
-    help_ = "prompts of which pages were lacking: fetched, or computed and why"
+    help_ = "decisions about prompts of which pages were lacking: fetched, in time or not, or computed and why"
     yield _counter("way_back_choices", help_, ["role", "choice"], choices)
     one = _one(sides, "way_back")
     yield _counter(

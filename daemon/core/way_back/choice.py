@@ -28,7 +28,7 @@ SLOW_TIMES = 16  # and one that is too slow so often: a session's first fetch ma
 WINDOW_SECONDS = 10.0  # of computing, in which what was measured before loses half of its weight,
 RATE_WINDOW_SECONDS = 0.5  # and of fetching
 
-# What became of a prompt of which pages were lacking: fetched, or computed and why.
+# What is decided about a prompt of which pages are lacking: fetched, in time or not, or computed and why.
 FETCH = "fetched"
 NO_ASK = "no_ask"  # none came in time
 NOT_HELD = "not_held"  # decode lacks them, too
