@@ -19,7 +19,9 @@ from kvferry.connectors.scheduler_side import (
 
 MOST_WAITING = 8  # prompts that have pages of the daemon's, or will, before they have blocks of the engine's
 LINE_SECONDS = 1.0  # that one more lines up at most: then it is computed
-LINE_SPEED = 10_000.0  # tokens a second: so much of what it lacks is computed in less time than it lines up
+LINE_SPEED = (
+    4096.0  # tokens a second that it lacks: for little nobody waits as long; for more, some of an engine's steps
+)
 
 _log = logging.getLogger(__name__)
 
@@ -65,14 +67,17 @@ class PrefillScheduler(SchedulerSide):
         """Whether a prompt waits for what may be fetched, begun from now on, or lines up for that."""
         if tracked.hurried:
             return False
-        first = self._for_whom(tracked, computed, self._most(tracked))
-        behind = first or len(self._waiting) >= MOST_WAITING
-        if behind and self._session and tracked.lines_up is not None:  # it has been looked at
-            tracked.hurried = self.now() >= tracked.lines_up
-            return not tracked.hurried
+        full = len(self._waiting) >= MOST_WAITING
+        first = "" if full else self._for_whom(tracked, computed, self._most(tracked))
+        if (full or first) and self._session and tracked.lines_up is not None:  # it has been looked at
+            if self.now() < tracked.lines_up:
+                return True
+            tracked.hurried, first = full, ""  # where there is room it is begun itself
+            if full:
+                return False
         if not self._may_fetch(tracked, computed):
             return False
-        if not behind:
+        if not (full or first):
             self._begin(tracked, waits=True)
         elif tracked.lines_up is None:
             lacking = self._most(tracked) - max(computed, tracked.near)

@@ -164,7 +164,9 @@ class SchedulerSide:
         self.now: Callable[[], float] = float  # the engine's connector gives a clock; without one time stands still
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
-        self._arriving: dict[str, bytes] = {}  # page digests of prompts that are loaded; prefill: or may be fetched
+        self._arriving: dict[
+            str, bytes
+        ] = {}  # page digests; decode: of what is loaded; prefill: of what may be fetched
         self._worth = Worth()  # prefill: waiting for what may be fetched
         self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []
@@ -299,7 +301,7 @@ class SchedulerSide:
             return ""
         at, most = (pages - 1) * DIGEST_BYTES, tracked.request.priority
         for name, digests in self._arriving.items():
-            if digests[at : at + DIGEST_BYTES] == last and self._tracked[name].request.priority <= most:
+            if digests.startswith(last, at) and self._tracked[name].request.priority <= most:
                 return name
         return ""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-LEAST = 0.04  # of the tokens that are lacking: such a share is to come, in the mean
+LEAST = 0.05  # of the tokens that are lacking: such a share is to come, in the mean
 LAST = 0.05  # weight of the last prompt in the mean
-FIRST = 0.2  # the mean of which nothing is known: after some thirty prompts for nothing it is too little
+FIRST = 0.1  # the mean of which nothing is known: after some fifteen prompts for nothing it is too little
 TRY_AGAIN = 8  # prompts that were not held up, behind which one is
 
 
 class Worth:
     """Whether a prompt is to wait for what may be fetched. A wait for nothing (decode has no more, or cannot say so in
     time) costs a step of the engine or 3 % of the prompt's own time, one that brings all spares two thirds of it and
-    more: one in twenty-five pays for the others. Prompts that lack about as much, by powers of two, are judged
+    more: one in twenty pays for the others. Prompts that lack about as much, by powers of two, are judged
     together: an engine that keeps its chats lacks little of each, again and again, which nobody has; now and then it
     lacks a whole chat."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.connectors.orders import Begin, News
+from kvferry.connectors.scheduler_prefill import LINE_SPEED
 from kvferry.connectors.scheduler_side import WORTH_JOINING, SchedulerSide
 from tests.connectors.scheduling import (
     BLOCK,
@@ -140,7 +141,7 @@ def test_a_prompt_whose_half_may_be_fetched_for_another_lines_up_behind_it(over:
         assert side.matched(first, 0) == (half, half > 0)
         side.allocated(first, blocks(LONG), half)
     if over == "found":
-        assert side.matched(second, 0) == (None, False), "it is being loaded"
+        assert side.matched(second, 0) == (None, False) and side.counts.begins == 2, "it is being loaded"
         side.received(["a"])
     assert side.matched(second, 0) == (None, False) and side.counts.begins == 3, "it is begun itself"
 
@@ -155,3 +156,16 @@ def test_what_another_prompt_brought_is_not_fetched_again() -> None:
     side.allocated(first, blocks(LONG), LONG - BLOCK)
     side.received(["a"])
     assert side.matched(second, LONG - BLOCK) == (0, False) and side.counts.begins == 1
+
+
+def test_who_has_lined_up_behind_another_for_long_is_begun_itself() -> None:
+    side, now = prefill(Daemon(fetch_tokens=16)), [5.0]
+    side.now = lambda: now[0]
+    first, second = (Request(name, LONG, TO_PREFILL) for name in "ab")
+    for request in (first, second):
+        side.new_request(request)
+        assert side.matched(request, 0) == (None, False)
+    now[0] += (LONG - BLOCK) / LINE_SPEED - 0.01
+    assert side.matched(second, 0) == (None, False) and side.counts.begins == 1
+    now[0] += 0.02
+    assert side.matched(second, 0) == (None, False) and side.counts.begins == 2

@@ -93,9 +93,9 @@ def asked(side: PrefillScheduler, name: str, fetched: int | None) -> bool:
 
 def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    held_up = [asked(side, f"{number}", fetched=0) for number in range(32 + 3 * (TRY_AGAIN + 1))]
-    assert held_up == [True] * 32 + 3 * ([False] * TRY_AGAIN + [True])
-    assert held_up.count(True) == side.counts.waits == 35
+    held_up = [asked(side, f"{number}", fetched=0) for number in range(14 + 3 * (TRY_AGAIN + 1))]
+    assert held_up == [True] * 14 + 3 * ([False] * TRY_AGAIN + [True])
+    assert held_up.count(True) == side.counts.waits == 17
     assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(20))
     forced = prefill(Daemon(fetch_tokens=1))  # --way-back always
     assert all(asked(forced, f"{number}", fetched=0) for number in range(20))

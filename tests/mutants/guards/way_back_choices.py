@@ -120,8 +120,8 @@ GUARDS: tuple[Guard, ...] = (
         "nobody lines up for long",
         "connectors/scheduler_prefill.py",
         "PrefillScheduler._holds_up",
-        "self.now() >= tracked.lines_up",
-        "False",
+        "if self.now() < tracked.lines_up:",
+        "if True:",
         SCHEDULER,
     ),
     Guard(
@@ -130,6 +130,22 @@ GUARDS: tuple[Guard, ...] = (
         "PrefillScheduler._begin",
         "            self._arriving[request.request_id] = prompt.digests\n",
         "",
+        ("tests/connectors/test_joins.py",),
+    ),
+    Guard(
+        "what is being loaded for one prompt is fetched for others, too",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler.allocated",
+        "        if not external:\n",
+        "        if True:\n",
+        ("tests/connectors/test_joins.py",),
+    ),
+    Guard(
+        "who has lined up behind another for long is computed where it could be fetched",
+        "connectors/scheduler_prefill.py",
+        "PrefillScheduler._holds_up",
+        'tracked.hurried, first = full, ""',
+        'tracked.hurried, first = True, ""',
         ("tests/connectors/test_joins.py",),
     ),
     Guard(
