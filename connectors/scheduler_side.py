@@ -164,9 +164,7 @@ class SchedulerSide:
         self.now: Callable[[], float] = float  # the engine's connector gives a clock; without one time stands still
         self._sessions: dict[int, bool] = {}  # by rank: whether it has one with the daemon, as far as is known
         self._tracked: dict[str, Tracked] = {}
-        self._arriving: dict[
-            str, bytes
-        ] = {}  # page digests; decode: of what is loaded; prefill: of what may be fetched
+        self._arriving: dict[str, bytes] = {}  # page digests of what is loaded; prefill: or fetched ahead
         self._worth = Worth()  # prefill: waiting for what may be fetched
         self._waiting: set[str] = set()  # prefill: requests that were begun, and have no blocks yet
         self._orders: list[Order] = []

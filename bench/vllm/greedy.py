@@ -38,10 +38,11 @@ def kept(path: str | None, ranks: int) -> Reference | None:
     if path is None or not Path(path).exists():
         return None
     told = json.loads(Path(path).read_text())
-    if told["ranks"] != ranks:
+    there = told["ranks"] if isinstance(told, dict) else "an unknown number of"
+    if there != ranks:
         raise ValueError(
-            f"--reference {path} has the replies of one vLLM of {told['ranks']} ranks, --alone-ranks is {ranks}: give "
-            "that number, or another file"
+            f"--reference {path} has the replies of one vLLM of {there} ranks, --alone-ranks is {ranks}: give that "
+            "number, or another file"
         )
     return Reference(
         *(

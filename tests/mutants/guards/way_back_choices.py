@@ -144,8 +144,8 @@ GUARDS: tuple[Guard, ...] = (
         "who has lined up behind another for long is computed where it could be fetched",
         "connectors/scheduler_prefill.py",
         "PrefillScheduler._holds_up",
-        'tracked.hurried, first = full, ""',
-        'tracked.hurried, first = True, ""',
+        "            if full:\n",
+        "            if True:\n",
         ("tests/connectors/test_joins.py",),
     ),
     Guard(
