@@ -100,7 +100,6 @@ class DecodeScheduler(SchedulerSide):
 
     def received(self, requests: Sequence[str]) -> None:
         for request in requests:
-            self._arriving.pop(request, None)
             if (tracked := self._tracked.get(request)) is None:
                 continue
             first, tracked.first = tracked.first, None

@@ -122,11 +122,6 @@ class PrefillScheduler(SchedulerSide):
                 self.counts.fills += 1
                 self.counts.fill_tokens += external
 
-    def received(self, requests: Sequence[str]) -> None:
-        for request in requests:
-            self._arriving.pop(request, None)
-        super().received(requests)
-
     def _begin(
         self, tracked: Tracked, start: int = 0, end: int = 0, blocks: tuple[int, ...] = (), *, waits: bool = False
     ) -> None:

@@ -216,6 +216,7 @@ class SchedulerSide:
     def received(self, requests: Sequence[str]) -> None:
         """The worker has reported their loads."""
         for request in requests:
+            self._arriving.pop(request, None)
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.loading = False
                 if is_over(tracked):
@@ -291,9 +292,11 @@ class SchedulerSide:
     def _for_whom(self, tracked: Tracked, computed: int, tokens: int) -> str:
         """The request for which half of what this one lacks of its first `tokens` comes, behind which the engine has
         it. Empty: there is none, or it brings too little, or the engine would take it later."""
+        if not self._arriving or not self.shares_blocks:
+            return ""
         page = self.shape.page_size
         pages = -(-(computed + tokens) // (2 * page))
-        if not self._arriving or not self.shares_blocks or pages * page - computed < WORTH_JOINING:
+        if pages * page - computed < WORTH_JOINING:
             return ""
         if not (last := tracked.chain.digest(pages - 1)):  # it names all before it, too
             return ""

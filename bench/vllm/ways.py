@@ -41,6 +41,7 @@ BACK = Load(conversations=3, turns=3, user_words=160, max_tokens=24)
 LONG = Load(conversations=6, turns=2, user_words=160, max_tokens=120)
 BACK_WAYS = ("back", "replicas")
 BLOCK_WAYS = tuple(f"{way}-blocks" for way in BACK_WAYS)  # on GPUs
+FETCHING_WAYS = (*BACK_WAYS, *BLOCK_WAYS)
 METRICS = ("vllm:num_preemptions_total", "vllm:kvferry_failed_total", "vllm:kvferry_pushed_total")
 
 
@@ -73,7 +74,7 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
         return replace(plain, flags=UNCACHED, beside=dict.fromkeys(("prefill", "decode"), offload())), SHORT
     if way == "faulty":
         return replace(plain, beside={"prefill": faulty()}), SHORT
-    if way in (*BACK_WAYS, *BLOCK_WAYS):
+    if way in FETCHING_WAYS:
         spec = replace(plain, daemon_flags=("--way-back", "always"), extra={"deadline_seconds": 2 * DEADLINE_SECONDS})
         if way.startswith("replicas"):
             spec = replace(spec, prefills=2, prefill_blocks=130 if way in BLOCK_WAYS else 34)
@@ -104,7 +105,7 @@ def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
     said = texts(reference)
-    if way in (*BACK_WAYS, *BLOCK_WAYS):
+    if way in FETCHING_WAYS:
         return run_back(way, spec, load, reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()

@@ -294,8 +294,8 @@ DECIDED: tuple[Guard, ...] = (
     ),
     Guard(
         "a load that is over is waited for",
-        "connectors/scheduler_decode.py",
-        "DecodeScheduler.received",
+        "connectors/scheduler_side.py",
+        "SchedulerSide.received",
         "self._arriving.pop(request, None)",
         "pass",
         ("tests/connectors/test_joins.py",),
