@@ -161,6 +161,12 @@ def seconds_of(steps: list[list[Copy]]) -> float:
     return statistics.median([copies() for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:])
 
 
+def pool_of(model: Model, pages: int, ranks: int) -> list[str]:
+    """A daemon's flags for so many pages: bytes of all ranks, each of which has a whole latent."""
+    each = pages * PAGE_SIZE * model.token_bytes
+    return ["--storage", "layer", "--pool-bytes", str(each * (ranks if model is LATENTS else 1))]
+
+
 async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     sending, receiving = devices_of(pair, args.devices.split(","))
     model = LATENTS if args.latents else HEADS
@@ -169,13 +175,13 @@ async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
     nbytes = pages * page_bytes
     limit = seconds_of((whole if args.latents else links)(sending, receiving, nbytes))
     shared = seconds_of(striped(sending, receiving, nbytes)) if args.latents else 0.0
-    pool = ["--storage", "layer", "--pool-bytes", str((2 * pages + 64) * page_bytes)]
     with Stack() as stack:
         words = [["--ranks", str(len(names))] if names[0] == "cpu" else [] for names in (sending, receiving)]
         at = ["cpu" if names[0] == "cpu" else ",".join(names) for names in (sending, receiving)]
-        first = daemon(stack, "prefill", at[0], pool, words[0], args)
+        pools = [pool_of(model, 2 * pages + 64, len(names)) for names in (sending, receiving)]
+        first = daemon(stack, "prefill", at[0], pools[0], words[0], args)
         address = stack.ready(first)
-        second = daemon(stack, "decode", at[1], pool, [*words[1], "--peer", f"prefill={address}"], args)
+        second = daemon(stack, "decode", at[1], pools[1], [*words[1], "--peer", f"prefill={address}"], args)
         decode_address = stack.ready(second)
         sides = []
         for role, proto_role, names in (

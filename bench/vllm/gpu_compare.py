@@ -49,9 +49,12 @@ from gpu_turns import Measured, Shape, drive, median, nothing, settled
 from rank_devices import devices_of
 from rich.console import Console
 
+from kvferry.daemon.config.values import parse_size
+
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 FORGET_TRIES = 20
+POOLED = ("kvferry", "first")  # their daemons have pools of their own
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
 
 
@@ -92,6 +95,11 @@ def spec_for(system: str, spec: Spec) -> Spec:
         config = {"cpu_bytes_to_use": int(spec.host_bytes)}
         return replace(spec, beside={"decode": ({**kept, "kv_connector_extra_config": config},)})
     return spec
+
+
+def with_more(spec: Spec, nbytes: int) -> Spec:
+    """With so much more memory for both engines' blocks."""
+    return replace(spec, decode_bytes=spec.decode_bytes + nbytes, prefill_bytes=spec.prefill_bytes + nbytes)
 
 
 def start(cluster: Cluster, system: str) -> str:
@@ -192,6 +200,8 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
         for system in systems:
             began = time.monotonic()
             own = spec_for(system, spec)
+            if args.equal_memory and system not in POOLED:
+                own = with_more(own, parse_size(args.pool_bytes))
             each = Running(system, own, stack.enter_context(Cluster(own)))
             console.print(f"{system}: up in {time.monotonic() - began:.0f} s")
             warm(each.cluster, each.url, min(args.tokens_out))
@@ -286,6 +296,7 @@ def main() -> int:
     runs.add_argument("--max-model-len", type=int, default=16384, metavar="TOKENS")
     runs.add_argument("--page-size", type=int, default=64, metavar="TOKENS")
     runs.add_argument("--pool-bytes", default="8GiB", help="of each daemon")
+    runs.add_argument("--equal-memory", action="store_true", help="a pool's bytes are blocks where there is no pool")
     runs.add_argument("--load-format", default=os.environ.get("VLLM_LOAD", "dummy"))
     tables = modes.add_parser("table")
     tables.set_defaults(go=gpu_tables.write_table)
