@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-LEAST = 0.05  # of the tokens that are lacking: such a share is to come, in the mean
+LEAST = 0.045  # of the tokens that are lacking: such a share is to come, in the mean
 LAST = 0.05  # weight of the last prompt in the mean
-FIRST = 0.1  # the mean of which nothing is known: after some fifteen prompts for nothing it is too little
-TRY_AGAIN = 8  # prompts that were not held up, behind which one is
+FIRST = 0.09  # the mean of which nothing is known: after some fifteen prompts for nothing it is too little
+TRY_AGAIN = 8  # prompts that were not held up, behind which one is; more, the less has come
+SELDOM = 24  # so many at most
 
 
 class Worth:
@@ -22,11 +23,12 @@ class Worth:
     def hold_up(self, lacking: int) -> bool:
         """Decides on a prompt that lacks so many tokens; one that is not held up is counted."""
         size = lacking.bit_length()
-        if self._brought.get(size, FIRST) >= LEAST:
+        brought, passed = self._brought.get(size, FIRST), self._passed.get(size, 0)
+        if brought >= LEAST:
             return True
-        passed = self._passed.get(size, 0)
-        self._passed[size] = (passed + 1) % (TRY_AGAIN + 1)
-        return passed == TRY_AGAIN
+        again = passed >= SELDOM or passed * brought >= TRY_AGAIN * LEAST
+        self._passed[size] = 0 if again else passed + 1
+        return again
 
     def waited(self, lacking: int, brought: int) -> None:
         """A prompt that lacked so many tokens, one at least, was held up, and so many of them were fetched."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
 from kvferry.connectors.scheduler_prefill import LINE_SECONDS, LINE_SPEED, MOST_WAITING, PrefillScheduler
-from kvferry.connectors.worth import TRY_AGAIN, Worth
+from kvferry.connectors.worth import SELDOM, TRY_AGAIN, Worth
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
 
 TOKENS = 61
@@ -93,9 +94,9 @@ def asked(side: PrefillScheduler, name: str, fetched: int | None) -> bool:
 
 def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    held_up = [asked(side, f"{number}", fetched=0) for number in range(14 + 3 * (TRY_AGAIN + 1))]
-    assert held_up == [True] * 14 + 3 * ([False] * TRY_AGAIN + [True])
-    assert held_up.count(True) == side.counts.waits == 17
+    held_up = [asked(side, f"{number}", fetched=0) for number in range(14 + 2 * (TRY_AGAIN + 2))]
+    assert held_up == [True] * 14 + 2 * ([False] * (TRY_AGAIN + 1) + [True])
+    assert held_up.count(True) == side.counts.waits == 16
     assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(20))
     forced = prefill(Daemon(fetch_tokens=1))  # --way-back always
     assert all(asked(forced, f"{number}", fetched=0) for number in range(20))
@@ -145,11 +146,20 @@ def test_what_a_kept_chat_lacks_says_nothing_of_a_chat_that_is_lost() -> None:
     assert not worth.hold_up(500) and worth.hold_up(9000)
 
 
+def held_up_for_nothing(worth: Worth) -> bool:
+    """Whether the next prompt is, of which then nothing comes."""
+    held_up = worth.hold_up(9000)
+    if held_up:
+        worth.waited(9000, 0)
+    return held_up
+
+
 def test_a_wait_that_pays_after_many_that_did_not_is_followed_by_others() -> None:
     worth = Worth()
-    for _ in range(32):
-        worth.waited(9000, 0)
-    assert [worth.hold_up(9000) for _ in range(TRY_AGAIN + 1)] == [False] * TRY_AGAIN + [True]
+    held_up = [number for number in range(2000) if held_up_for_nothing(worth)]
+    passed = [later - one - 1 for one, later in itertools.pairwise(held_up)]
+    assert passed[:14] == [0] * 13 + [TRY_AGAIN + 1]
+    assert passed == sorted(passed) and passed[-1] == SELDOM, "the less has come, the seldomer"
     worth.waited(9000, 8900)
     assert worth.hold_up(9000) and worth.hold_up(9000)
 
@@ -302,9 +312,9 @@ def test_nobody_lines_up_for_long() -> None:
 
 def test_one_in_many_that_lines_up_is_tried_all_the_same() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    for _ in range(32):
+    for _ in range(100):
         side._worth.waited(TOKENS - 1, 0)
-    held_up = [side._worth.hold_up(TOKENS - 1) for _ in range(TRY_AGAIN)]
+    held_up = [side._worth.hold_up(TOKENS - 1) for _ in range(SELDOM)]
     assert not any(held_up)
     side._waiting |= {f"w{i}" for i in range(MOST_WAITING)}
     request = Request("a", TOKENS, TO_PREFILL)
