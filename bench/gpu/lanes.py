@@ -101,10 +101,12 @@ class Side:
         return (words % 251).to(torch.uint8)
 
 
-def devices_of(pair: str, devices: list[str]) -> tuple[list[str], list[str]]:
+def devices_of(pair: str, devices: list[str], model: Model) -> tuple[list[str], list[str]]:
     prefill, decode = map(int, pair.split(":"))
     if devices == ["cpu"]:
         return ["cpu"] * prefill, ["cpu"] * decode
+    if model is LATENTS and max(prefill, decode) <= len(devices) < prefill + decode:
+        return devices[:prefill], devices[::-1][:decode]  # whom each gets its latents from is another's
     return rank_devices.devices_of(devices, prefill, decode)
 
 
@@ -168,8 +170,8 @@ def pool_of(model: Model, pages: int, ranks: int) -> list[str]:
 
 
 async def measure(pair: str, gib: float, args: argparse.Namespace) -> str:
-    sending, receiving = devices_of(pair, args.devices.split(","))
     model = LATENTS if args.latents else HEADS
+    sending, receiving = devices_of(pair, args.devices.split(","), model)
     page_bytes = PAGE_SIZE * model.token_bytes
     pages = int(gib * (1 << 30)) // page_bytes
     nbytes = pages * page_bytes
