@@ -24,10 +24,11 @@ CONNECT_SECONDS = 3.0
 def peers(config: DaemonConfig) -> Iterator[Finding]:
     """Whether each prefill daemon is reached, and speaks the protocol that a session needs."""
     for name, address in config.peers.items():
-        yield _peer(config, f"peer {name} {address}", address)
+        yield _peer(config, name, address)
 
 
-def _peer(config: DaemonConfig, what: str, address: str) -> Finding:
+def _peer(config: DaemonConfig, name: str, address: str) -> Finding:
+    what = f"peer {name} {address}"
     host, port = parse_address(address)
     try:
         with socket.create_connection((host, port), CONNECT_SECONDS):
@@ -58,6 +59,9 @@ def _peer(config: DaemonConfig, what: str, address: str) -> Finding:
         return Finding(BAD, what, text, "start both daemons with the same --page-size")
     if not side.pool.pages:
         return Finding(NOTE, what, "has no worker yet, so its model is not known", "start its prefill worker")
+    if stats.daemon != name:
+        remedy = f"one name in --peer, in --name there and where requests name it; now that must be {name!r}"
+        return Finding(NOTE, what, f"calls itself {stats.daemon!r}", remedy)
     text = f"{stats.daemon}, kvferry {stats.build.version}, protocol {protocol}, {_pages(side)}"
     return Finding(OK, what, text)
 

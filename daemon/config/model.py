@@ -116,7 +116,9 @@ class DaemonConfig(BaseModel):
         Flag("NAME=HOST:PORT", repeated="--ui-daemon"),
     ] = Field(default_factory=dict)
     peers: Annotated[
-        Peers, Field(description="a prefill daemon; may be repeated"), Flag("NAME=HOST:PORT", repeated="--peer")
+        Peers,
+        Field(description="a prefill daemon, by the name that requests give it: its own --name; may be repeated"),
+        Flag("NAME=HOST:PORT", repeated="--peer"),
     ] = Field(default_factory=dict)
     peer_service: Annotated[
         Address,

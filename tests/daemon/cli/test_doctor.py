@@ -223,13 +223,13 @@ class Prefill(cache_pb2_grpc.CacheServicer):
         return self.reply
 
 
-def peer_of(servicer: Prefill, page_size: int) -> Finding:
+def peer_of(servicer: Prefill, page_size: int, name: str = "p0") -> Finding:
     server = grpc.server(ThreadPoolExecutor(1))
     cache_pb2_grpc.add_CacheServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        (finding,) = doctor.peers(DaemonConfig(role="decode", page_size=page_size, peers={"p0": f"127.0.0.1:{port}"}))
+        (finding,) = doctor.peers(DaemonConfig(role="decode", page_size=page_size, peers={name: f"127.0.0.1:{port}"}))
     finally:
         server.stop(None)
     return finding
@@ -244,6 +244,12 @@ def test_a_peer_of_another_page_size_is_bad() -> None:
         assert found.remedy == "start both daemons with the same --page-size"
     older = peer_of(Prefill(0), 32)
     assert older.level == OK and older.found.endswith("pages of 720 KiB")
+
+
+def test_a_peer_that_calls_itself_otherwise_is_noted() -> None:
+    found = peer_of(Prefill(16), 16, name="wrong")
+    assert (found.level, found.found) == (NOTE, "calls itself 'p0'")
+    assert "requests name it; now that must be 'wrong'" in found.remedy
 
 
 @pytest.mark.parametrize(("way_back", "slots"), [("off", "128.0 MiB"), ("auto", "256.0 MiB")])

@@ -7,6 +7,7 @@ import contextlib
 import time
 
 import grpc
+import pytest
 from rich.console import Console
 
 from kvferry.daemon.cli import top as top_main
@@ -53,6 +54,19 @@ def test_peers_are_shown_before_the_first_worker_and_not_dialled() -> None:
     assert "waits for a worker" in drawn(render(told))
     shots = [Shot("127.0.0.1:7070", 1.0, told)]
     assert "p0 waits for a worker  " in drawn(top_main.frame(shots, shots, Console(width=1000)), 1000)
+
+
+def test_a_peer_that_calls_itself_otherwise_is_known_by_the_configured_name(caplog: pytest.LogCaptureFixture) -> None:
+    side = DecodeSide(DaemonConfig(role="decode", peers={"p0": "127.0.0.1:1"}), bytes(16), time.monotonic, no_channel)
+    for name in ("p0", "other"):
+        side.links["p0"].check_name(name)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith("is 'p0' by --peer and 'other' by its own --name: requests must name it 'p0'")
+    asyncio.run(side.close())
+
+
+def no_channel(address: str, expected: str) -> grpc.aio.Channel:
+    raise OSError(expected)
 
 
 def test_errors_of_peers_stand_below_the_table_in_short() -> None:
