@@ -4,15 +4,16 @@ from __future__ import annotations
 
 LEAST = 0.045  # of the tokens that are lacking: such a share is to come, in the mean
 LAST = 0.05  # weight of the last prompt in the mean
-FIRST = 0.09  # the mean of which nothing is known: after some fifteen prompts for nothing it is too little
-TRY_AGAIN = 8  # prompts that were not held up, behind which one is; more, the less has come
+FIRST = 0.09  # the mean of which nothing is known: after 14 prompts for nothing it is too little
+TRY_AGAIN = 8  # more prompts than this are not held up before one is; the more, the less has come
 SELDOM = 24  # so many at most
 
 
 class Worth:
     """Whether a prompt is to wait for what may be fetched. A wait for nothing (decode has no more, or cannot say so in
     time) costs a step of the engine or 3 % of the prompt's own time, one that brings all spares two thirds of it and
-    more: one in twenty pays for the others. Prompts that lack about as much, by powers of two, are judged
+    more: one in twenty pays for the others, but is seldom met, and only what is fetched oftener is mostly fetched.
+    Prompts that lack about as much, by powers of two, are judged
     together: an engine that keeps its chats lacks little of each, again and again, which nobody has; now and then it
     lacks a whole chat."""
 

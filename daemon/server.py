@@ -25,7 +25,7 @@ from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.stats import Snapshots
 from kvferry.daemon.peers.dialing import dialling
-from kvferry.daemon.peers.handshake import no_way_back
+from kvferry.daemon.peers.handshake import without_effect
 from kvferry.daemon.peers.tls import TlsWatch, files_of
 from kvferry.daemon.services.admin import AdminService
 from kvferry.daemon.services.cache import CacheService
@@ -177,9 +177,8 @@ class Daemon:
         return workers
 
     def _start_tasks(self) -> None:
-        for role in self.config.roles:
-            if self.config.way_back != "off" and (why_not := no_way_back(self.config, role)):
-                log.warning("--way-back is %s and has no effect: %s", self.config.way_back, why_not)
+        for told in without_effect(self.config):
+            log.warning("%s", told)
         loops = [self._tick(), self._watch.run(), self._room.run(), self._tell_of_engines()]
         if self._tls is not None:
             loops.append(self._tls.run())

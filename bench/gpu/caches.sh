@@ -55,6 +55,7 @@ for name in "$@"; do
     latent) VLLM_DEVICES=${DEVICE:-cuda:0} tokens latent latent "" ;;
     latent-fp8) VLLM_DEVICES=${DEVICE:-cuda:0} tokens latent-fp8 latent "--kv-cache-dtype fp8_e4m3" ;;
     indexed)
+      $PYTHON -m pytest -q -p no:cacheprovider -m gpu tests/connectors/vllm/test_index_kernel.py # where vLLM's own kernel writes an indexer's keys
       VLLM_PROGRAM=latents_in_torch.py VLLM_DEVICES=${DEVICE:-cuda:0} tokens indexed indexed \
         "--enforce-eager --block-size 64 --tokenizer-mode hf" --page-size 64
       ;;

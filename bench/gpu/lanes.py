@@ -4,8 +4,8 @@
         [--output FILE]
 
 In P:D the prefill daemon has the first P of the devices and the decode daemon the last D; where there are fewer than
-both together they share some, and bytes still go from one GPU to another. This process is both workers: it fills pages
-on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
+both together they share some, and bytes go from one GPU to another where that can be. This process is both workers: it
+fills pages on all of prefill's ranks, asks for them at decode, and compares every byte on all of decode's ranks.
 `ready` is the time from the report that all pages are computed to decode's Ready, `messages` what the same takes where
 no page is missing, `moved` the rest; GB/s is payload over it. The limit is the sum of the links, `plain`: copies of as
 many bytes, from each of prefill's GPUs to each of decode's that shares heads with it, all at once, in the same run;
@@ -106,7 +106,7 @@ def devices_of(pair: str, devices: list[str], model: Model) -> tuple[list[str], 
     if devices == ["cpu"]:
         return ["cpu"] * prefill, ["cpu"] * decode
     if model is LATENTS and max(prefill, decode) <= len(devices) < prefill + decode:
-        return devices[:prefill], devices[::-1][:decode]  # whom each gets its latents from is another's
+        return devices[:prefill], devices[::-1][:decode]  # as far as there are others, each has its latents from one
     return rank_devices.devices_of(devices, prefill, decode)
 
 

@@ -10,6 +10,8 @@ VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/p
     [--systems alone nixl offload kvferry blocks first first-blocks at-once back] [--ranks 2:2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
+With `--equal-memory` an engine whose daemon has no pool has its bytes in blocks; tables do not tell such rows apart.
+
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
 itself and none is always the first. With `--together`, where GPU memory has room for them, all are up at once and idle
 but for the one that is asked: they differ less in what the machine does meanwhile. `--decode-cache`: the share of one

@@ -57,11 +57,11 @@ def _peer(config: DaemonConfig, name: str, address: str) -> Finding:
     if side.digests.page_size not in (0, config.page_size):  # the handshake would refuse it
         text = f"pages of {side.digests.page_size} tokens; here --page-size is {config.page_size}"
         return Finding(BAD, what, text, "start both daemons with the same --page-size")
-    if not side.pool.pages:
-        return Finding(NOTE, what, "has no worker yet, so its model is not known", "start its prefill worker")
     if stats.daemon != name:
         remedy = f"one name in --peer, in --name there and where requests name it; now that must be {name!r}"
         return Finding(NOTE, what, f"calls itself {stats.daemon!r}", remedy)
+    if not side.pool.pages:
+        return Finding(NOTE, what, "has no worker yet, so its model is not known", "start its prefill worker")
     text = f"{stats.daemon}, kvferry {stats.build.version}, protocol {protocol}, {_pages(side)}"
     return Finding(OK, what, text)
 

@@ -106,6 +106,13 @@ def no_way_back(config: DaemonConfig, role: str) -> str:
     return "nothing is kept (reuse is off)" if config.reuse == "off" else ""
 
 
+def without_effect(config: DaemonConfig) -> list[str]:
+    """The settings of the way back that have none, and why: for the log."""
+    roles = config.roles if config.way_back != "off" else ()
+    found = {role: no_way_back(config, role) for role in roles}
+    return [f"--way-back is {config.way_back} and has no effect as {role}: {why}" for role, why in found.items() if why]
+
+
 def back_lanes(own: peer.PeerHello, theirs: peer.PeerHello, lanes: Callable[[], Sequence[Lane]]) -> Sequence[Lane]:
     """The lanes of their session's way back; none where one of the two has none."""
     both = WAY_BACK in own.capabilities and WAY_BACK in theirs.capabilities

@@ -238,11 +238,12 @@ class PeerLink:
     def check_name(self, name: str) -> None:
         """Checks the name by which the peer calls itself. A peer that was configured may have any: it is known by the
         name configured here, by which requests must name it."""
-        if name != self.name:
-            log.warning(
-                "the prefill daemon at %s is %r by --peer and %r by its own --name: requests must name it %r",
-                self.address, self.name, name, self.name,
-            )  # fmt: skip
+        told = (
+            f"the prefill daemon at {self.address} is {self.name!r} by --peer and {name!r} by its own --name: "
+            f"requests must name it {self.name!r}; give it one name"
+        )
+        if name != self.name and self._said.due(told, self._side.now()):
+            log.warning("%s", told)
 
     # -- the session's events ------------------------------------------------------------------------------------
 

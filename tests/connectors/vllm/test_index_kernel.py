@@ -49,8 +49,8 @@ def map_of(config: SimpleNamespace, cache: torch.Tensor) -> BlockMap:
 
 @pytest.mark.parametrize("end", [TALL + 1, TALL + 6, 2 * TALL - 1, 2 * TALL])
 def test_a_prompts_part_of_a_block_is_what_the_kernel_writes_of_it(config: SimpleNamespace, end: int) -> None:
-    """Of 2 blocks full of keys `end` tokens go to a page and into blocks that held others: there is what the kernel
-    leaves in empty ones of these tokens alone."""
+    """`end` tokens of two blocks go to a page and from there into blocks that held others. These then hold what the
+    kernel writes into empty blocks when it is given these tokens alone."""
     blocks, device = [3, 1], torch.device("cuda:0")
     keys = torch.randn((2 * TALL, KEY), device=device).to(torch.bfloat16)
     slots = torch.cat([torch.arange(TALL, device=device) + block * TALL for block in blocks])

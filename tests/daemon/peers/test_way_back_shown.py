@@ -11,6 +11,7 @@ from kvferry.daemon.cli.stats import render
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.way_back.choice import FETCH
 from kvferry.daemon.observe.stats import side_stats
+from kvferry.daemon.peers.handshake import without_effect
 from kvferry.proto import cache_pb2 as cache
 from tests.simulation.clock import Clock
 from tests.simulation.daemons import PLAIN, SimDecode, SimPrefill
@@ -57,3 +58,13 @@ def test_what_was_sent_back_is_shown() -> None:
     side.ready_core.returns.counters.pages = 7
     assert side_stats(side).way_back.transfers.delta_pages == 7
     assert "way back: sent" in shown(side_stats(side)) and "7 pages" in shown(side_stats(side))
+
+
+def test_the_log_says_where_the_setting_has_no_effect() -> None:
+    def told(**settings: Any) -> list[str]:
+        return without_effect(DaemonConfig(role="decode", name="d", page_size=4, **settings))
+
+    why = "from the memory of an engine with 2 ranks nothing is fetched yet"
+    assert told(way_back="auto", pool="engine", ranks=2) == [f"--way-back is auto and has no effect as decode: {why}"]
+    assert told(way_back="auto", reuse="off") != []
+    assert told(way_back="auto", pool="engine") == told(way_back="auto", ranks=2) == told(reuse="off") == []
