@@ -4,6 +4,7 @@ from tests.mutants.guard import Guard
 
 GATHERING = ("tests/daemon/sides/test_gathering.py",)
 WORDS = ("tests/daemon/sides/test_rank_words.py",)
+ENDS = ("tests/daemon/sides/test_ranks_end.py",)
 SESSIONS = ("tests/system/serving/test_rank_sessions.py",)
 SETTINGS = ("tests/connectors/test_settings.py",)
 NAMESPACE = ("tests/connectors/vllm/test_workers_namespace.py",)
@@ -354,6 +355,22 @@ _ENDING = (
         "if ranks.in_order and not ranks.lost:",
         "if not ranks.lost:",
         SESSIONS,
+    ),
+    Guard(
+        "pages are orphaned until the end of each rank is proven",
+        "daemon/sides/workers.py",
+        "SideWorkers._proved",
+        "if len(ranks.gone) == len(ranks.workers):",
+        "if len(ranks.gone) == 1:",
+        ENDS,
+    ),
+    Guard(
+        "nothing is taken of ranks of which one has left",
+        "daemon/sides/side.py",
+        "Side.hear",
+        "elif not ranks.leaving.is_set():",
+        "else:",
+        ENDS,
     ),
     Guard(
         "a rank declines what it missed without a session",
