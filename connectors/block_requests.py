@@ -20,7 +20,7 @@ from kvferry.connectors import first_token
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
-from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, hear_nothing, run_whole
+from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, cancel_begun, hear_nothing, run_whole
 from kvferry.proto import common_pb2
 from kvferry.waiting import SLICES, complete
 
@@ -190,7 +190,7 @@ class BlockRequests:
     async def quiet(self, works: Sequence[asyncio.Future[Any]]) -> None:
         """They use nothing of the session's; what the daemon may still do they wait for themselves."""
         for work in works:
-            work.cancel()
+            cancel_begun(work)
 
     # -- both ------------------------------------------------------------------------------------------------------
 

@@ -245,6 +245,8 @@ class DaemonRequest:
         elif over or isinstance(error, NameInUse):  # the name is that of a request that runs
             pass
         elif self._used is not None and not isinstance(error, NotOpened):
+            if self._used.gone.done():  # the other ranks may open it in the next session; its end may be proven later
+                self._tools.sessions.decline(self._name)
             await self._give_up(self._used, self._name)
         else:  # it was never opened
             self._tools.sessions.decline(self._name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -37,7 +36,7 @@ from kvferry.connectors.orders import (
 from kvferry.connectors.pool_requests import PoolRequests
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions
-from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports, end_all, wait_for
+from kvferry.connectors.worker_state import EngineStep, Moved, Push, Reports, cancel_begun, end_all, wait_for
 from kvferry.threads import CallThread, name_thread
 from kvferry.waiting import have_ended
 
@@ -275,13 +274,8 @@ class WorkerSide:
         work.add_done_callback(ended)
 
     def _cancel(self, request: str) -> None:
-        if (work := self._works.get(request)) is None:
-            return
-        coroutine = work.get_coro() if isinstance(work, asyncio.Task) else None
-        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            self._loop.call_soon(work.cancel)  # once it has begun: other ranks may wait for its word
-        else:
-            work.cancel()
+        if (work := self._works.get(request)) is not None:
+            cancel_begun(work)
 
     def _loaded(self, order: Load | Restore, good: int | None) -> None:
         """Reports a load: nothing writes into its blocks any more; the first `good` of them are as they should be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -223,11 +224,20 @@ def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, sec
     raise TimeoutError(f"not over within {seconds:g} s")
 
 
+def cancel_begun(work: asyncio.Future[Any]) -> None:
+    """Cancels it, once it has begun: other ranks of the engine may wait for its word."""
+    coroutine = work.get_coro() if isinstance(work, asyncio.Task) else None
+    if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+        work.get_loop().call_soon(work.cancel)
+    else:
+        work.cancel()
+
+
 async def end_all(works: Iterable[asyncio.Future[Any]]) -> None:
     """Cancels those that there are when it begins; they are over when this is."""
     ending = list(works)
     for work in ending:
-        work.cancel()
+        cancel_begun(work)
     await asyncio.gather(*ending, return_exceptions=True)
 
 

@@ -12,7 +12,9 @@ import pytest
 from kvferry.client.client import DaemonClient
 from kvferry.client.one_rank import OneRank
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.connectors.block_requests import BlockRequests
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
+from kvferry.connectors.worker_state import end_all
 from kvferry.proto import common_pb2
 from tests.client.requests import admit, name
 from tests.connectors.scripted_tools import tools_at
@@ -33,6 +35,11 @@ class Rank:
     async def give_up(self, client: DaemonClient, request: RequestName) -> None:
         await asyncio.sleep(0)
         self.given_up.append(request)
+
+    @property
+    def missed(self) -> list[RequestName]:
+        """Requests that are declined to the other ranks in the next session."""
+        return [name for _, name in self.tools.sessions._missed]
 
     def request(self, request: RequestName) -> DaemonRequest:
         return DaemonRequest(self.tools, "r", request, self.give_up)
@@ -100,7 +107,55 @@ def test_what_did_not_end_well_is_given_up_and_only_its_failure_at_the_daemon_is
         except (RuntimeError, asyncio.CancelledError) as same:
             raised = same is error
         assert raised is not handled and rank.tools.moved.failed == handled
-        assert rank.given_up == [opened]
+        assert rank.given_up == [opened] and not rank.missed, "the others hear of it in this session"
+
+    at_rank(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_was_opened_in_a_session_that_broke_is_declined_in_the_next(tmp_path: Path, cancelled: bool) -> None:
+    """Another rank may come to the same order as late as in that one. Giving it up may last until the old one's end is
+    proven: it is declined before."""
+
+    async def scenario(rank: Rank) -> None:
+        opened, ended = name(), name()
+
+        async def give_up(client: DaemonClient, request: RequestName) -> None:
+            assert rank.missed == [opened]
+            await rank.give_up(client, request)
+
+        async with DaemonRequest(rank.tools, "r", ended, give_up) as request:
+            await admit(request.client, ended)
+            request.ended()
+        try:
+            async with DaemonRequest(rank.tools, "r", opened, give_up) as request:
+                await admit(request.client, opened)
+                rank.daemon.events.put_nowait(None)
+                await asyncio.wait_for(rank.client.gone, 10)
+                if cancelled:
+                    raise asyncio.CancelledError
+                await request.client.ready(opened)
+        except asyncio.CancelledError:
+            assert cancelled
+        assert rank.given_up == rank.missed == [opened]
+
+    at_rank(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("way", ["all works", "those of blocks"])
+def test_a_work_that_is_ended_before_it_has_begun_is_declined(tmp_path: Path, way: str) -> None:
+    async def scenario(rank: Rank) -> None:
+        rank.tools.sessions.client = None
+        early = name()
+
+        async def work() -> None:
+            async with rank.request(early) as request:
+                await admit(request.client, early)
+
+        task = asyncio.create_task(work())
+        await (end_all([task]) if way == "all works" else BlockRequests(rank.tools).quiet([task]))
+        await asyncio.gather(task, return_exceptions=True)
+        assert rank.missed == [early] and not rank.given_up
 
     at_rank(tmp_path, scenario)
 

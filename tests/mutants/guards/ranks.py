@@ -6,6 +6,7 @@ GATHERING = ("tests/daemon/sides/test_gathering.py",)
 WORDS = ("tests/daemon/sides/test_rank_words.py",)
 ENDS = ("tests/daemon/sides/test_ranks_end.py",)
 SESSIONS = ("tests/system/serving/test_rank_sessions.py",)
+REQUESTS = ("tests/connectors/test_daemon_request.py",)
 SETTINGS = ("tests/connectors/test_settings.py",)
 NAMESPACE = ("tests/connectors/vllm/test_workers_namespace.py",)
 NEWS = ("tests/connectors/test_scheduler_side.py", "tests/connectors/test_scheduler_prefill.py")
@@ -379,6 +380,30 @@ _ENDING = (
         "self._decline_missed(self.client)",
         "pass",
         ("tests/connectors/test_worker_sessions.py",),
+    ),
+    Guard(
+        "a rank declines what it had opened in a session that broke",
+        "connectors/daemon_requests.py",
+        "DaemonRequest.__aexit__",
+        "if self._used.gone.done():",
+        "if False:",
+        REQUESTS,
+    ),
+    Guard(
+        "a rank's work is cancelled once it has begun",
+        "connectors/worker_state.py",
+        "cancel_begun",
+        "work.get_loop().call_soon(work.cancel)",
+        "work.cancel()",
+        REQUESTS,
+    ),
+    Guard(
+        "works over an engine's blocks are cancelled once they have begun",
+        "connectors/block_requests.py",
+        "BlockRequests.quiet",
+        "cancel_begun(work)",
+        "work.cancel()",
+        REQUESTS,
     ),
 )
 

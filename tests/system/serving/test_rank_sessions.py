@@ -7,13 +7,17 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.one_rank import OneRank
-from kvferry.client.requests import DaemonGone, RequestFailed
+from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.client.stream import Stream, new_hello, open_stream
+from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
+from kvferry.connectors.worker_session import Sessions
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
@@ -53,6 +57,26 @@ async def ranks_of(socket: str, ranks: int, engine: str) -> list[DaemonClient]:
     return list(await asyncio.gather(*map(come, range(ranks))))
 
 
+async def rank_0(socket: str) -> DaemonClient:
+    return await DaemonClient.connect(socket, ROLE, FACTS, "0", deadline_s=10, rank=OneRank(0, 2, "e", ROLE))
+
+
+async def opened_by_rank_1(socket: str) -> Sessions:
+    """Its connector's sessions, one after the other."""
+
+    async def connect(*, deadline_s: float) -> DaemonClient:
+        own = OneRank(1, 2, "e", ROLE)
+        return await DaemonClient.connect(socket, ROLE, FACTS, "1", deadline_s=deadline_s, rank=own)
+
+    async def quiet() -> None: ...
+
+    settled = asyncio.Event()
+    settled.set()
+    sessions = Sessions(connect, quiet=quiet, changed=lambda there: None, settled=settled)
+    await sessions.open(10)
+    return sessions
+
+
 async def closed(clients: list[DaemonClient]) -> None:
     await asyncio.gather(*(client.close() for client in clients))
 
@@ -84,6 +108,39 @@ def test_a_rank_that_goes_before_it_has_its_pool_keeps_nobody_waiting(stack: Sta
 def test_an_engine_of_many_ranks_is_one_worker_of_the_bound(stack: Stack) -> None:
     async def run() -> None:
         await closed(await ranks_of(daemon(stack, 8)[1], 8, "e"))
+
+    asyncio.run(run())
+
+
+def test_a_rank_whose_session_broke_declines_what_it_had_opened(stack: Stack) -> None:
+    """Rank 0 comes to the same order only in the next session, and does not wait for rank 1's word in vain."""
+
+    async def run() -> None:
+        _, socket = daemon(stack, 2)
+        first, sessions = await asyncio.gather(rank_0(socket), opened_by_rank_1(socket))
+        name, words = new_name(), {**Prompt(40, 1).words, "prefill": "", "max_new_tokens": 1}
+        tools = cast(RequestTools, SimpleNamespace(sessions=sessions, failed=lambda request, error: None))
+
+        async def give_up(client: DaemonClient, name: RequestName) -> None:
+            await client.abort(name, "it is wanted no more")
+
+        async def load() -> None:
+            async with DaemonRequest(tools, "r", name, give_up) as lease:
+                await lease.client.admit(name, **words, deadline_s=60)
+
+        loading = asyncio.create_task(load())
+        await asyncio.sleep(0.3)
+        first._stream.frames.abort()
+        await asyncio.wait_for(loading, 10)
+        await first.close()
+        await asyncio.sleep(1.5)  # until the proof that the engine of the session before writes no more
+        again = await rank_0(socket)
+        began = time.monotonic()
+        with pytest.raises(RequestFailed, match="rank 1 of the engine has aborted it"):
+            await again.admit(name, **words, deadline_s=60)
+        assert time.monotonic() - began < 5, "it waits for a rank that will not come with it"
+        await again.abort(name, "")
+        await asyncio.gather(again.close(), sessions.close())
 
     asyncio.run(run())
 
