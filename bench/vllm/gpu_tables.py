@@ -28,10 +28,6 @@ class Key:
     output: int
     ranks: str = "1:1"  # tensor-parallel, of prefill and of decode
 
-    @property
-    def decode_ranks(self) -> int:
-        return int(self.ranks.split(":")[1])
-
     def __str__(self) -> str:
         cell = f"{self.at_once} at a time, {self.output} tokens out, decode cache {self.cache}, {self.state}"
         return cell if self.ranks == "1:1" else f"{cell}, ranks {self.ranks}"
@@ -73,7 +69,7 @@ def tables(key: Key, systems: dict[str, list[Visit]]) -> list[Table]:
     there = {system: systems[system] for system in SYSTEMS if system in systems}
     restored = {name: row for name, visits in there.items() if (row := restores_of(visits))}
     chosen = {name: choices_of(visits) for name, visits in there.items()}
-    steps = {name: steps_row(name, visits, key.decode_ranks) for name, visits in there.items()}
+    steps = {name: steps_row(name, visits) for name, visits in there.items()}
     return [
         shown(f"{key}: turns 2 and later", {name: sums_of(visits) for name, visits in there.items()}),
         shown("TTFT in ms, turn by turn", {name: turns_of(key, visits) for name, visits in there.items()}),
@@ -169,14 +165,14 @@ def steps_of(system: str, told: Mapping[str, float], ttft_ms: float) -> dict[str
     return {name: found.get(name, 0.0) for name in STEPS}
 
 
-def steps_row(system: str, visits: list[Visit], ranks: int) -> Row:
-    """STEPS and their sum; nothing where vLLM's timers are not known. `ranks`: of decode, each tells a load."""
+def steps_row(system: str, visits: list[Visit]) -> Row:
+    """STEPS and their sum; nothing where vLLM's timers are not known."""
     ttft = [value for visit in visits for value in visit.got.ttft_ms]
     told = {name: fmean(values) for name, values in told_by(visits).items()}
     if not ttft or "D TTFT" not in told:
         return {}
     if "kvferry loads" in told:
-        told["load"] = 1000 * sum(told_by(visits)["kvferry load seconds"]) / len(ttft) / ranks
+        told["load"] = 1000 * sum(told_by(visits)["kvferry load seconds"]) / len(ttft)
     steps = steps_of(system, told, fmean(ttft))
     return {name: f"{each:.1f}" if each else "-" for name, each in {**steps, "all": sum(steps.values())}.items()}
 

@@ -128,6 +128,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._stepped = False  # the worker's half has heard of a step
         self._counted = counts_of(self._moved)  # of what vLLM has been told
         self._counted_ended = 0
+        self._rank = 0  # of this process, in an engine of several
         self._first_tokens = 0  # that replies began with, and that vLLM has not been told of
         log_as_vllm()
         if role == KVConnectorRole.SCHEDULER:
@@ -292,10 +293,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             own = vllm_facts.own_blocks(self._vllm_config, kv_caches, self._kv_cache_config, blocks, facts.geometry)
         rank = vllm_facts.rank_of(self._vllm_config, self._engine, self._daemon_role)
         connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
-        self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=0 if rank is None else rank.rank)
+        self._rank = 0 if rank is None else rank.rank
+        self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=self._rank)
         self._worker.start()
         self._reports, self._moved = self._worker.reports, self._worker.moved
-        if rank is None or rank.rank == 0:  # beside other connectors nothing else says it
+        if self._rank == 0:  # beside other connectors nothing else says it
             self._reports.add_news(News(namespace=self._facts.id))
         self._workers[self._engine] = self._worker
 
@@ -350,7 +352,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         self._counted_ended = ended
         counted, self._counted = self._counted, counts_of(self._moved)
-        return KVFerryStats.between(counted, self._counted)
+        grown = KVFerryStats.between(counted, self._counted, self._rank)
+        return None if grown.is_empty() else grown
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:

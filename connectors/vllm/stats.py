@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 MEANINGS = {
     "loads": "Requests whose KV cache was loaded into the engine's blocks.",
     "load_seconds": "Seconds from a request's order to load until its blocks were loaded.",
-    "loaded_bytes": "Bytes copied from the daemon's pages into the engine's blocks.",
-    "saved_bytes": "Bytes copied from the engine's blocks into the daemon's pages.",
+    "loaded_bytes": "Bytes copied from the daemon's pages into the engine's blocks, on all ranks.",
+    "saved_bytes": "Bytes copied from the engine's blocks into the daemon's pages, on all ranks.",
     "pushed": "Prompts that prefill handed over whole.",
     "stored": "Finished requests whose blocks the daemon took.",
     "resets": "Times that everything under way was given up, since the engine's caches were reset.",
-    "failed": "Requests that the engine went on with alone.",
+    "failed": "Requests that the engine went on with alone, by each of its ranks that they failed on.",
     "first_tokens": "Replies that began with the first token of the prefill engine.",
 }
 """The counters vllm:kvferry_<name>_total: the fields of `worker_state.Moved`, and what the scheduler's half counts."""
+_OF_RANK_0 = {"loads", "load_seconds", "pushed", "stored", "resets"}
+"""Each rank of an engine counts the same requests, and vLLM adds up what they tell: one rank alone tells these."""
 _MOVED = tuple(field.name for field in dataclasses.fields(Moved))
 counts_of: Callable[[Moved], tuple[float, ...]] = operator.attrgetter(*_MOVED)
 """The fields of `Moved`, as they are now."""
@@ -37,10 +39,11 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
     """The growth of `Moved` in a time, by field; fields that did not grow are left out."""
 
     @staticmethod
-    def between(before: tuple[float, ...], after: tuple[float, ...]) -> KVFerryStats:
-        """The growth between two times; each is what `counts_of` gave then."""
+    def between(before: tuple[float, ...], after: tuple[float, ...], rank: int) -> KVFerryStats:
+        """The growth on one rank between two times; each is what `counts_of` gave then."""
         pairs = zip(_MOVED, before, after, strict=True)
-        return KVFerryStats(data={name: now - then for name, then, now in pairs if now != then})
+        grown = {name: now - then for name, then, now in pairs if now != then}
+        return KVFerryStats(data={name: by for name, by in grown.items() if rank == 0 or name not in _OF_RANK_0})
 
     data: dict[str, int | float]
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,13 @@ class Base(base_with()):  # type: ignore[misc]
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
 
 
+@dataclass
+class Stats:
+    """vLLM's KVConnectorStats."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+
 class View(Daemon):
     """In the place of HeldPrefixes."""
 
@@ -57,7 +64,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     """Nothing of it is left behind `monkeypatch` and this."""
     made, transfer = Process(), "vllm.distributed.kv_transfer"
     names = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata", "SupportsHMA")
-    parts = {name: type(name, (), {}) for name in (*names, "KVConnectorPromMetrics", "KVConnectorStats")}
+    parts = {name: type(name, (), {}) for name in (*names, "KVConnectorPromMetrics")} | {"KVConnectorStats": Stats}
     told: dict[str, dict[str, object]] = {
         "vllm": {"__version__": TESTED[-1]},
         transfer: {"get_kv_transfer_group": lambda: made.group},

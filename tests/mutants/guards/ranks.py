@@ -275,6 +275,14 @@ _ENGINES = (
         NEWS,
     ),
     Guard(
+        "a request that all ranks load is one load",
+        "connectors/vllm/stats.py",
+        "KVFerryStats.between",
+        "if rank == 0 or name not in _OF_RANK_0",
+        "if True",
+        ("tests/connectors/vllm/test_stats.py",),
+    ),
+    Guard(
         "data-parallel ranks never meet on one daemon",
         "connectors/settings.py",
         "Settings.at_rank",
