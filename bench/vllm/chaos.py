@@ -1,12 +1,13 @@
-"""Clients that leave, daemons that die, daemons and engines that stand still, under load: no wrong token, no hang,
-nothing leaked.
+"""Clients that leave, daemons and ranks that die, daemons and engines that stand still, under load: no wrong token, no
+hang, nothing leaked.
 
 python bench/vllm/chaos.py [--aborts 100] [--restarts 10] [--stops 8] [--ranks 2:1] [--dp 2] [--rank-kills 2]
     [--listen 20] [--output FILE]
 
 A token that differs from one vLLM's is counted apart where a pair with NixlConnector says it, too, or its decode
 engine alone, of which more is heard with --listen: in bfloat16 what is in a cache already decides between neighbours.
-A stop is SIGSTOP and, seconds later, SIGCONT.
+A stop is SIGSTOP and, seconds later, SIGCONT. vLLM ends an engine one of whose ranks is killed; it is started anew, and
+nothing is asked meanwhile. What fails of the requests that it was at is counted apart, and asked again.
 VLLM_LEAVE_SECONDS: clients that leave do so within that time (4; no longer than a reply takes, or few of them leave).
 """
 
@@ -37,6 +38,7 @@ REQUEST_SECONDS = 180.0
 REST_SECONDS = 120.0
 LEAVE_SECONDS = float(os.environ.get("VLLM_LEAVE_SECONDS", "4"))
 LISTENERS = 4  # for each client of the storm
+LOOK_SECONDS = 0.1
 STOP_SECONDS = (0.5, 8.0)  # at least, at most: a session is lost after 3, a request after its deadline
 
 
@@ -58,6 +60,7 @@ class Faults:
     aborts: int
     restarts: int
     stops: int = 0
+    rank_kills: int = 0
 
 
 @dataclass
@@ -67,6 +70,9 @@ class Run:
     aborted: int = 0
     restarted: int = 0
     stopped: int = 0
+    engines_ended: int = 0  # since one of their ranks was killed
+    engines_back: int = 0  # of these
+    again: int = 0  # requests that failed as an engine ended, and were asked again
     longest: float = 0.0  # seconds of a reply
     refused: list[str] = field(default_factory=list)
     comparison: Comparison = field(default_factory=Comparison)
@@ -74,13 +80,20 @@ class Run:
     @property
     def over(self) -> bool:
         faults = self.faults
-        return self.aborted >= faults.aborts and self.restarted >= faults.restarts and self.stopped >= faults.stops
+        daemons = self.restarted >= faults.restarts and self.stopped >= faults.stops
+        return self.aborted >= faults.aborts and daemons and self.engines_back >= faults.rank_kills
+
+    async def until_engines_are_back(self) -> None:
+        while self.engines_back < self.engines_ended:
+            await asyncio.sleep(LOOK_SECONDS)
 
     def __str__(self) -> str:
-        stopped = f", {self.stopped} daemons or engines stopped for a while" if self.faults.stops else ""
+        more = f", {self.stopped} daemons or engines stopped for a while" if self.faults.stops else ""
+        if self.faults.rank_kills:
+            more += f", {self.engines_back} ranks killed and their engines started, {self.again} requests asked again"
         return (
             f"{self.done} requests finished, {self.aborted} aborted, {self.restarted} daemons killed and started"
-            f"{stopped}; the longest reply took {self.longest:.0f} s"
+            f"{more}; the longest reply took {self.longest:.0f} s"
         )
 
 
@@ -147,9 +160,12 @@ async def client_loop(
     run: Run, client: httpx.AsyncClient, url: str, asked: list[Messages], wanted: Wanted, seed: int, tokens: int
 ) -> None:
     chosen = random.Random(seed)
-    while not run.over:
-        number = chosen.randrange(len(asked))
-        leaves = run.aborted < run.faults.aborts and chosen.random() < 0.6
+    again: int | None = None  # the prompt that is asked again
+    while again is not None or not run.over:
+        await run.until_engines_are_back()
+        number = chosen.randrange(len(asked)) if again is None else again
+        leaves = again is None and run.aborted < run.faults.aborts and chosen.random() < 0.6
+        again, engines_ended = None, run.engines_ended
         sending = asyncio.create_task(streamed(client, url, body(asked[number], tokens), time.monotonic()))
         finished, _ = await asyncio.wait(
             {sending}, timeout=chosen.uniform(0.0, LEAVE_SECONDS) if leaves else REQUEST_SECONDS
@@ -165,7 +181,10 @@ async def client_loop(
         try:
             reply = sending.result()
         except (httpx.HTTPError, RuntimeError) as error:
-            run.refused.append(f"prompt {number}: {type(error).__name__} {error}")
+            if run.engines_ended != engines_ended:
+                run.again, again = run.again + 1, number
+            else:
+                run.refused.append(f"prompt {number}: {type(error).__name__} {error}")
             continue
         run.done += 1
         run.longest = max(run.longest, reply.seconds)
@@ -179,7 +198,7 @@ def by_turns(*names: list[str]) -> list[str]:
 async def restart_loop(run: Run, cluster: Cluster) -> None:
     """Kills and stops, one at a time: a daemon that stands still is not killed before it has gone on."""
     chosen = random.Random(5)
-    faults = [kill] * run.faults.restarts + [stop] * run.faults.stops
+    faults = [kill] * run.faults.restarts + [stop] * run.faults.stops + [kill_rank] * run.faults.rank_kills
     chosen.shuffle(faults)
     for fault in faults:
         await asyncio.sleep(chosen.uniform(2.0, 8.0))
@@ -211,6 +230,14 @@ async def stop(run: Run, cluster: Cluster, chosen: random.Random) -> None:
     finally:
         send(process, signal.SIGCONT)
     run.stopped += 1
+
+
+async def kill_rank(run: Run, cluster: Cluster, chosen: random.Random) -> None:
+    """Of decode and of prefill, by turns; returns when the engine is back."""
+    name = ("decode", "prefill")[run.engines_ended % 2]
+    run.engines_ended += 1
+    await asyncio.to_thread(cluster.kill_rank, name)
+    run.engines_back += 1
 
 
 async def storm(run: Run, cluster: Cluster, asked: list[Messages], wanted: Wanted, clients: int, tokens: int) -> None:
@@ -283,7 +310,7 @@ def main() -> int:
     parser.add_argument("--pool-bytes", default=Spec().pool_bytes, help="of each daemon")
     parser.add_argument("--host-bytes", default=Spec().host_bytes, help="of the host tier of decode's")
     parser.add_argument(
-        "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks that are killed behind it"
+        "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks, of decode and of prefill by turns"
     )
     parser.add_argument(
         "--listen",
@@ -307,14 +334,9 @@ def main() -> int:
     spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes, extra={"deadline_seconds": 20.0})
     with Cluster(spec) as cluster:
         cluster.kvferry()
-        faults = Faults(args.aborts, args.restarts, args.stops)
+        faults = Faults(args.aborts, args.restarts, args.stops, args.rank_kills)
         told, failed = run_on(cluster, asked, wanted, faults, args.clients, args.max_tokens)
         log.add(*told)
-        for number in range(args.rank_kills):
-            cluster.kill_rank(name := ("decode", "prefill")[number % 2])
-            told, more = run_on(cluster, asked, wanted, Faults(args.aborts // 10, 0), args.clients, args.max_tokens)
-            log.add(f"a rank's process of {name} killed, the engine started anew:", *told)
-            failed += more
     return 1 if failed else 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import io
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,6 +253,39 @@ def test_what_is_held_of_pool_and_requests_is_a_leak(bench: SimpleNamespace) -> 
     ]
     del side.peers[:]
     assert "there is no session" in bench.chaos.held("d", side)[-1]
+
+
+def test_what_fails_as_a_rank_is_killed_is_asked_again_and_counted_apart(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails of itself is a failure; nothing is asked while an engine is away."""
+    chaos, run = bench.chaos, bench.chaos.Run(bench.chaos.Faults(0, 0, rank_kills=2))
+    prompts, asked, killed = chaos.prompts(4, 3), list[int](), list[str]()
+    kills: list[asyncio.Task[None]] = []
+
+    def kill(name: str) -> None:
+        time.sleep(0.2)
+        killed.append(name)
+
+    async def streamed(client: object, url: str, body: dict[str, object], began: float) -> object:
+        assert len(killed) == run.engines_ended, "it is not back"
+        asked.append(prompts.index(body["messages"]))
+        if len(asked) == 2:
+            raise RuntimeError("it fails of itself")
+        if len(asked) in (3, 5):
+            kills.append(asyncio.create_task(chaos.kill_rank(run, SimpleNamespace(kill_rank=kill), None)))
+            await asyncio.sleep(0)
+            raise RuntimeError("EngineDeadError")
+        return bench.chat.Reply()
+
+    monkeypatch.setattr(chaos, "streamed", streamed)
+    wanted = SimpleNamespace(compare=lambda *reply: None)
+    asyncio.run(asyncio.wait_for(chaos.client_loop(run, None, "", prompts, wanted, 1, 16), 20))
+    first, second, third, fourth = asked[0], asked[1], asked[2], asked[4]
+    assert asked == [first, second, third, third, fourth, fourth] and killed == ["decode", "prefill"]
+    assert (run.done, run.again, run.over) == (3, 2, True)
+    assert run.refused == [f"prompt {second}: RuntimeError it fails of itself"]
+    assert "2 ranks killed and their engines started, 2 requests asked again" in str(run)
 
 
 def test_tokens_that_differ_are_wrong_but_at_ties(bench: SimpleNamespace) -> None:
