@@ -18,11 +18,11 @@ from kvferry.connectors.movers import Mover
 from kvferry.connectors.settings import Settings
 from kvferry.connectors.worker_state import UNWANTED
 from kvferry.proto import common_pb2
-from kvferry.waiting import complete
+from kvferry.waiting import complete, within
 
 RETRY_SECONDS = 0.5
 REFUSED_RETRY_SECONDS = 5.0
-CONNECT_SECONDS = 10.0  # of one try
+CONNECT_SECONDS = 10.0  # of one try, for the daemon
 LATE_MS = 500  # an engine with a daemon's pool waits for no answer but Ready, and each wakes a thread of it
 GIVE_BACK_MS = 10  # Ended gives an engine its own blocks back, for which other prompts may wait
 MOST_MISSED, MISSED_SECONDS = 1024, 10.0  # requests; so long a daemon waits for a rank
@@ -143,7 +143,8 @@ class Sessions:
 
     async def _keep_open(self) -> None:
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
-            await asyncio.wait_for(self._settled.wait(), SETTLED_SECONDS)
+            # Before Python 3.12 asyncio's own wait may take a cancellation for an end that comes with it.
+            await within(SETTLED_SECONDS, self._settled.wait())
         while True:
             try:
                 await self._one()

@@ -132,6 +132,25 @@ def test_what_a_rank_missed_without_a_session_it_declines_once_it_has_one(monkey
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+def test_sessions_that_are_closed_as_soon_as_they_are_open_end() -> None:
+    async def run() -> None:
+        async def connect(*, deadline_s: float) -> DaemonClient:
+            return cast(DaemonClient, Session())
+
+        async def quiet() -> None: ...
+
+        for turns in range(5):  # of the loop, in between
+            settled = asyncio.Event()
+            settled.set()
+            sessions = worker_session.Sessions(connect, quiet=quiet, changed=lambda there: None, settled=settled)
+            await sessions.open(0.1)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await sessions.close()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_an_engine_that_stood_still_has_waited_for_what_is_soon_over() -> None:
     program = """
         import asyncio, os, signal
