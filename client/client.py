@@ -100,8 +100,8 @@ class DaemonClient:
         facts.geometry.page_size may be 0 and its layout unspecified: the daemon's are taken (`.geometry` has them).
         own: the worker's own memory is to be the pool (`kvferry serve --pool engine`): it has the page size, and ends
         with the session, or where none comes about; see `close`. rank: of an engine whose ranks are processes: the
-        daemon takes all in together, `own` and `pools` are this one's. late_ms: for which the daemon may hold back what
-        this worker does not wait for (proto/worker.proto).
+        daemon takes all in together, which is waited for TOGETHER_SECONDS longer; `own` and `pools` are this one's.
+        late_ms: for which the daemon may hold back what this worker does not wait for (proto/worker.proto).
         Raises HandshakeFailed when the daemon refuses or its memory cannot be mapped, DaemonAbsent if there is none.
         """
         hello = new_hello(role, facts, worker, late_ms, own, rank)
@@ -111,7 +111,7 @@ class DaemonClient:
         try:
             stream = await open_stream(socket, deadline_s)
             stream.send(worker_pb2.WorkerMessage(hello=hello))
-            welcome = await stream.welcome(max(0.0, until - loop.time()))
+            welcome = await stream.welcome(max(0.0, until - loop.time()), rank)
             geometry = KVGeometry.from_proto(welcome.geometry)
             check_further(geometry, facts.geometry)
             if own is not None:

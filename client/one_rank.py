@@ -8,6 +8,8 @@ from kvferry.proto import common_pb2, worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.rank_lanes import rank_geometry
 
+TOGETHER_SECONDS = 35.0  # for which a rank waits for the others; a daemon says after 30 that some have not come
+
 
 @dataclass(frozen=True, slots=True)
 class OneRank:

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvferry.client.engine_pools import EnginePools
-from kvferry.client.one_rank import OneRank
+from kvferry.client.one_rank import TOGETHER_SECONDS, OneRank
 from kvferry.client.requests import DaemonAbsent, DaemonEnded, DaemonGone, HandshakeFailed
 from kvferry.frames import SUFFIX, FrameStream
 from kvferry.proto import common_pb2, worker_pb2
@@ -82,11 +82,14 @@ class Stream:
         self.frames.send(message.SerializeToString())
         return True
 
-    async def welcome(self, deadline_s: float) -> worker_pb2.Welcome:
+    async def welcome(self, deadline_s: float, rank: OneRank | None = None) -> worker_pb2.Welcome:
         """Raises HandshakeFailed when the daemon's first word is anything else, DaemonAbsent when there is none within
-        the deadline."""
-        if not await is_done(self._first, deadline_s):
-            raise DaemonAbsent(f"no daemon answered on {self._socket} within {deadline_s:g} s")
+        the deadline; TOGETHER_SECONDS later where it is to wait for other ranks."""
+        if not await is_done(self._first, deadline_s if rank is None else deadline_s + TOGETHER_SECONDS):
+            why = f"the daemon on {self._socket} did not welcome this worker within {deadline_s:.3g} s"
+            if rank is not None:
+                why += f", nor {TOGETHER_SECONDS:g} s later: it waits for all {rank.ranks} ranks of the engine"
+            raise DaemonAbsent(why)
         event = self._first.result()
         if event is None:
             end = self.over.result()

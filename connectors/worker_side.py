@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from kvferry.client.one_rank import TOGETHER_SECONDS, OneRank
 from kvferry.client.requests import HandshakeFailed
 from kvferry.connectors.block_requests import BlockRequests
 from kvferry.connectors.blocks import BlockMap
@@ -70,10 +71,11 @@ class WorkerSide:
     `mover` moves bytes between its pages and `blocks`."""
 
     def __init__(
-        self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession, *, rank: int = 0
+        self, settings: Settings, blocks: BlockMap, mover: Mover, connect: OpenSession, *, rank: OneRank | None = None
     ) -> None:
         self.reports = Reports()
-        self._rank = rank
+        self._rank = 0 if rank is None else rank.rank
+        self._open_seconds = settings.connect_seconds + (0.0 if rank is None else TOGETHER_SECONDS)
         self._settings = settings
         self._loop = new_loop()
         self._copier = CallThread("kvferry copies")
@@ -107,8 +109,8 @@ class WorkerSide:
         time it goes on without."""
         self._thread.start()
         try:
-            seconds = self._settings.connect_seconds
-            wait_for(self._sessions.open(seconds), self._loop, seconds + STOP_SECONDS)
+            opening = self._sessions.open(self._settings.connect_seconds)
+            wait_for(opening, self._loop, self._open_seconds + STOP_SECONDS)
         except (HandshakeFailed, TimeoutError) as error:
             self.close()
             _log.error("this engine does not start: %s", error)  # found without reading the engine's traceback

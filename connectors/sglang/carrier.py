@@ -74,13 +74,13 @@ class Carrier:
 
     # -- the engine's thread
 
-    def start(self) -> None:
+    def start(self, together_s: float = 0.0) -> None:
         """Opens the first session. Raises DaemonRefused where the daemon refuses this engine. Where none answers in
-        time it goes on without."""
+        time it goes on without. `together_s`: that other ranks of the engine may take to come."""
         self._thread.start()
         try:
             seconds = self._settings.connect_seconds
-            wait_for(self._open(seconds), self._loop, seconds + STOP_SECONDS)
+            wait_for(self._open(seconds), self._loop, seconds + together_s + STOP_SECONDS)
         except (HandshakeFailed, TimeoutError) as error:
             self.close()
             raise DaemonRefused(f"the session with the daemon: {error}") from error

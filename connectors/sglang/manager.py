@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationM
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry.client.client import DaemonClient
+from kvferry.client.one_rank import TOGETHER_SECONDS
 from kvferry.client.requests import RequestName
 from kvferry.connectors.lookups import HeldPrefixes
 from kvferry.connectors.sglang import engine, facts
@@ -63,7 +64,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         )
         self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        self.carrier.start()
+        self.carrier.start(TOGETHER_SECONDS if self.attn_tp_size > 1 else 0.0)
         engine.use(self)
 
     def _own(self, queue: Any, args: Any) -> Any:

@@ -294,7 +294,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         rank = vllm_facts.rank_of(self._vllm_config, self._engine, self._daemon_role)
         connect = connector_of(self._settings, self._daemon_role, facts.to_proto(), name, mover, own, rank)
         self._rank = 0 if rank is None else rank.rank
-        self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=self._rank)
+        self._worker = WorkerSide(self._settings, blocks, mover, connect, rank=rank)
         self._worker.start()
         self._reports, self._moved = self._worker.reports, self._worker.moved
         if self._rank == 0:  # beside other connectors nothing else says it

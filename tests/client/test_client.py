@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 
+from kvferry.client import stream as stream_module
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, HandshakeFailed, NotOpened, RequestFailed, Retracted
+from kvferry.client.one_rank import OneRank
+from kvferry.client.requests import DaemonAbsent, DaemonGone, HandshakeFailed, NotOpened, RequestFailed, Retracted
+from kvferry.frames import SUFFIX
 from kvferry.proto import common_pb2, worker_pb2
 from tests.client.requests import FACTS, GEOMETRY, admit, name
 from tests.support.fake_daemon import FakeDaemon
@@ -234,6 +239,26 @@ def test_refusal_names_the_reason(tmp_path: Path) -> None:
 def test_absent_daemon_is_an_error_within_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(HandshakeFailed, match="no daemon answered"):
         asyncio.run(DaemonClient.connect(str(tmp_path / "none"), common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=0.3))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_daemon_that_does_not_welcome_a_worker_is_told_from_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Of an engine with several ranks it may wait for another one."""
+    monkeypatch.setattr(stream_module, "TOGETHER_SECONDS", 0.5)
+    rank = OneRank(0, ranks, "e", common_pb2.ROLE_DECODE) if ranks > 1 else None
+    others = r", nor 0\.5 s later: it waits for all 2 ranks of the engine" if ranks > 1 else ""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s") + SUFFIX)
+        listening.listen()
+        connecting = DaemonClient.connect(
+            str(tmp_path / "s"), common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=0.3, rank=rank
+        )
+        began = time.monotonic()
+        with pytest.raises(DaemonAbsent, match=rf"daemon on .*/s did not welcome this worker within 0\.3 s{others}$"):
+            asyncio.run(connecting)
+        assert ranks == 1 or time.monotonic() - began >= 0.8
 
 
 def test_what_is_queued_on_a_device_is_over_before_the_daemon_hears_so(

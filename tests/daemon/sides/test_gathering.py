@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvferry.client.one_rank import TOGETHER_SECONDS
 from kvferry.daemon.core.errors import RequestError, exhausted
 from kvferry.daemon.sides import gathering as gathering_module
 from kvferry.daemon.sides.gathering import Gathering, Welcomes, together
@@ -142,6 +143,10 @@ def test_none_waits_longer_than_the_bound_for_the_last(monkeypatch: pytest.Monke
         assert len(house.taken) == 1
 
     told(story)
+
+
+def test_a_rank_waits_until_its_daemon_says_who_has_not_come() -> None:
+    assert TOGETHER_SECONDS >= gathering_module.GATHER_SECONDS + 5
 
 
 def test_one_that_leaves_early_ends_it_for_the_others() -> None:

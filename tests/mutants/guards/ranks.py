@@ -69,6 +69,16 @@ _COMING = (
         GATHERING,
     ),
     Guard(
+        "a rank waits for the others longer than for its daemon",
+        "client/stream.py",
+        "Stream.welcome",
+        "deadline_s if rank is None else deadline_s + TOGETHER_SECONDS",
+        "deadline_s",
+        (
+            "tests/client/test_client.py::test_a_daemon_that_does_not_welcome_a_worker_is_told_from_one_that_is_not_there",
+        ),
+    ),
+    Guard(
         "a rank that left while all were taken in leaves",
         "daemon/sides/gathering.py",
         "Gathering._leaves",

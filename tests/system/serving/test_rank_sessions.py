@@ -57,8 +57,8 @@ async def ranks_of(socket: str, ranks: int, engine: str) -> list[DaemonClient]:
     return list(await asyncio.gather(*map(come, range(ranks))))
 
 
-async def rank_0(socket: str) -> DaemonClient:
-    return await DaemonClient.connect(socket, ROLE, FACTS, "0", deadline_s=10, rank=OneRank(0, 2, "e", ROLE))
+async def rank_0(socket: str, seconds: float = 10) -> DaemonClient:
+    return await DaemonClient.connect(socket, ROLE, FACTS, "0", deadline_s=seconds, rank=OneRank(0, 2, "e", ROLE))
 
 
 async def opened_by_rank_1(socket: str) -> Sessions:
@@ -101,6 +101,17 @@ def test_a_rank_that_goes_before_it_has_its_pool_keeps_nobody_waiting(stack: Sta
         assert isinstance(await asyncio.wait_for(other.gone, 10), DaemonGone)
         assert time.monotonic() - began < 3, "nobody says that it is quiesced"
         await other.close()
+
+    asyncio.run(run())
+
+
+def test_ranks_wait_for_each_other_longer_than_for_their_daemon(stack: Stack) -> None:
+    async def run() -> None:
+        _, socket = daemon(stack, 2)
+        waiting = asyncio.create_task(rank_0(socket, 1.0))
+        await asyncio.sleep(2.0)
+        sessions = await opened_by_rank_1(socket)
+        await asyncio.gather((await waiting).close(), sessions.close())
 
     asyncio.run(run())
 
