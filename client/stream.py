@@ -86,7 +86,7 @@ class Stream:
         """Raises HandshakeFailed when the daemon's first word is anything else, DaemonAbsent when there is none within
         the deadline; TOGETHER_SECONDS later where it is to wait for other ranks."""
         if not await is_done(self._first, deadline_s if rank is None else deadline_s + TOGETHER_SECONDS):
-            why = f"the daemon on {self._socket} did not welcome this worker within {deadline_s:.3g} s"
+            why = f"the daemon on {self._socket} did not welcome this worker within {round(deadline_s, 1):g} s"
             if rank is not None:
                 why += f", nor {TOGETHER_SECONDS:g} s later: it waits for all {rank.ranks} ranks of the engine"
             raise DaemonAbsent(why)

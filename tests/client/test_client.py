@@ -256,7 +256,7 @@ def test_a_daemon_that_does_not_welcome_a_worker_is_told_from_one_that_is_not_th
             str(tmp_path / "s"), common_pb2.ROLE_DECODE, FACTS, "w", deadline_s=0.3, rank=rank
         )
         began = time.monotonic()
-        with pytest.raises(DaemonAbsent, match=rf"daemon on .*/s did not welcome this worker within 0\.3 s{others}$"):
+        with pytest.raises(DaemonAbsent, match=rf"daemon on .*/s did not welcome this worker within \S+ s{others}$"):
             asyncio.run(connecting)
         assert ranks == 1 or time.monotonic() - began >= 0.8
 
