@@ -5,7 +5,8 @@
 vLLM's own hears of a load with the outcome of a step that began when it was over, which is one or two steps later; then
 it computes the prompt's last token once more, and samples the reply's first token from that. Here a load is heard of
 when the step under way ends, the prefill engine's first token goes to the client at once, and the next step computes
-what is behind it, as in a request that goes on after it was preempted. Model Runner V2 alone takes a request that it
+what is behind it, as in a request that goes on after it was preempted. With several ranks the workers are other
+processes, and loads are heard of with a step's outcome, as by vLLM's own. Model Runner V2 alone takes a request that it
 has never seen, and that has a reply already.
 """
 
