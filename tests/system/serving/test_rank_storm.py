@@ -139,6 +139,19 @@ async def at_rest(engine: BlockEngine) -> None:
     raise AssertionError(f"{engine.role} holds {side.requests} {side.pool} {side.transfers}")
 
 
+async def start_again(stack: Stack, pair: Pair, role: str) -> None:
+    """Starts a daemon that was killed, and its engine's ranks come to it."""
+    engine = pair.decode if role == "decode" else pair.prefill
+    await engine.client.close()
+    daemon = stack.start(role, pair.words[role])
+    await asyncio.to_thread(stack.ready, daemon)
+    again = await replace(engine).connect()
+    if role == "decode":
+        pair.decode_daemon, pair.decode = daemon, again
+    else:
+        pair.prefill_daemon, pair.prefill = daemon, again
+
+
 async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int) -> None:
     shares = tuple(Share(HND, each, apart=each > 1) for each in ranks)
     pair = Pair(stack, "--checksums", "on", shares=(shares[0], shares[1]))
@@ -148,13 +161,11 @@ async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int)
     for turn in range(kills + 1):
         some = asyncio.create_task(running.some(range(turn * requests, (turn + 1) * requests)))
         if turn < kills:
+            role = ("decode", "prefill")[turn % 2]
             await asyncio.sleep(running.chosen.uniform(0.05, 0.4))
-            stack.kill(pair.decode_daemon)
+            stack.kill(pair.decode_daemon if role == "decode" else pair.prefill_daemon)
             await some
-            await pair.decode.client.close()
-            pair.decode_daemon = stack.start("decode", pair.words["decode"])
-            await asyncio.to_thread(stack.ready, pair.decode_daemon)
-            pair.decode = await replace(pair.decode).connect()
+            await start_again(stack, pair, role)
         await some
     assert running.served > requests // 4 and running.left > requests // 8, (running.served, running.left)
     for engine in (pair.prefill, pair.decode):
@@ -166,8 +177,8 @@ async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int)
 
 
 @pytest.mark.nightly
-def test_ranks_leave_and_a_daemon_is_killed(stack: Stack) -> None:
-    asyncio.run(storm(stack, (2, 2), requests=16, kills=1))
+def test_ranks_leave_and_each_daemon_is_killed(stack: Stack) -> None:
+    asyncio.run(storm(stack, (2, 2), requests=16, kills=2))
 
 
 @pytest.mark.nightly
