@@ -12,10 +12,9 @@ SELDOM = 24  # so many at most
 class Worth:
     """Whether a prompt is to wait for what may be fetched. A wait for nothing (decode has no more, or cannot say so in
     time) costs a step of the engine or 3 % of the prompt's own time, one that brings all spares two thirds of it and
-    more: one in twenty pays for the others, but is seldom met, and only what is fetched oftener is mostly fetched.
-    Prompts that lack about as much, by powers of two, are judged
-    together: an engine that keeps its chats lacks little of each, again and again, which nobody has; now and then it
-    lacks a whole chat."""
+    more: one in twenty pays for the others, though of what comes so seldom most is computed all the same. Prompts that
+    lack about as much, by powers of two, are judged together: an engine that keeps its chats lacks little of each,
+    again and again, which nobody has; now and then it lacks a whole chat."""
 
     def __init__(self) -> None:
         self._brought: dict[int, float] = {}  # mean shares of what was lacking, by the bits of its number
