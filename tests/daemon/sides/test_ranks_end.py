@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.core.limits import Name
 from kvferry.daemon.sides import workers as side_workers
-from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.tasks import SideTasks
-from kvferry.daemon.sides.workers import Ranks, SideWorkers, Worker
+from kvferry.daemon.sides.workers import Ranks, SideWorkers
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.mapping.segment import FileLock
-from tests.simulation.clock import Clock
-from tests.simulation.daemons import PLAIN, SimSide
-from tests.simulation.faults import Faults
+from tests.daemon.sides.test_effects import Decode
+from tests.daemon.sides.worker_ends import WorkerEnds
 
 NAME = Name(bytes(16), 1)
 
@@ -26,22 +23,6 @@ NAME = Name(bytes(16), 1)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_workers, "PROOF_SECONDS", 0.01)
     monkeypatch.setattr(side_workers, "SETTLE_SECONDS", 0.01)
-
-
-class Told:
-    """What a side is told of its workers' ends, in order."""
-
-    def __init__(self) -> None:
-        self.words: list[tuple[str, int]] = []
-
-    def worker_left(self, worker: Worker) -> None:
-        self.words.append(("left", worker.number))
-
-    def worker_lost(self, worker: Worker) -> None:
-        self.words.append(("lost", worker.number))
-
-    def worker_gone(self, worker: Worker) -> None:
-        self.words.append(("gone", worker.number))
 
 
 def held_lock(path: str) -> FileLock:
@@ -66,8 +47,8 @@ def test_an_engine_is_gone_when_the_end_of_each_rank_is_proven(
     write the pages of the engine's requests until then."""
 
     async def story() -> None:
-        told = Told()
-        workers = SideWorkers(str(tmp_path / "worker-"), told, SideTasks("decode"))
+        ends = WorkerEnds()
+        workers = SideWorkers(str(tmp_path / "worker-"), ends, SideTasks("decode"))
         ranks = [workers.make("w", bytes(32), ()) for _ in range(2)]
         Ranks.join(ranks)
         locks = [held_lock(rank.lock.path) for rank in ranks]
@@ -78,24 +59,16 @@ def test_an_engine_is_gone_when_the_end_of_each_rank_is_proven(
         for number in (leaves, 1 - leaves):
             workers.leave(ranks[number])
         left = [("left", 1), ("lost", 1)]
-        assert told.words == left
+        assert ends.told == left
         locks[proven].close()
         await until_lost(workers, 1)
         await asyncio.sleep(0.1)
-        assert told.words == left and workers.may_write == 1, "the other one may still write"
+        assert ends.told == left and workers.may_write == 1, "the other one may still write"
         locks[1 - proven].close()
         await until_lost(workers, 0)
-        assert told.words == [*left, ("gone", 1)] and workers.may_write == 0
+        assert ends.told == [*left, ("gone", 1)] and workers.may_write == 0
 
     asyncio.run(asyncio.wait_for(story(), 20))
-
-
-class Decode(SimSide, DecodeSide):
-    def __init__(self) -> None:
-        clock = Clock(1)
-        config = DaemonConfig(role="decode", page_size=4, peers={"p": "127.0.0.1:1"})
-        DecodeSide.__init__(self, config, bytes(16), lambda: clock.now)
-        self.furnish(clock, PLAIN, Faults())
 
 
 def test_a_request_that_a_rank_opens_behind_the_end_of_another_is_not_taken(tmp_path: Path) -> None:
