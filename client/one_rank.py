@@ -40,6 +40,7 @@ class OneRank:
         if message.WhichOneof("kind") == "admit":
             admit = message.admit
             own = worker_pb2.Admit(name=admit.name, tokens=admit.tokens, held_tokens=admit.held_tokens)
+            own.held_blocks.extend(admit.held_blocks[:1])  # whether there are any
             return worker_pb2.WorkerMessage(admit=own)
         begin = worker_pb2.Begin(name=message.begin.name, patience=message.begin.patience)
         return worker_pb2.WorkerMessage(begin=begin)

@@ -156,6 +156,7 @@ class BlockRequests:
     async def _name_blocks(self, client: DaemonClient, push: Push) -> None:
         """Answers what the daemon offers to fetch, once the engine has blocks for it or computes it after all."""
         await self._tools.placed(client, push)
+        await push.until(lambda: push.told)  # another rank may have been told before, and the engine have heard of it
         if push.offered:
             fill = push.fill
             await self._computed(push.begun)

@@ -150,6 +150,7 @@ class RequestTools:
         """Has the scheduler's half told, once, what the daemon has of a prompt that waits, or can fetch."""
         if not push.told:
             push.told = True
+            push.changed()
             self.reports.add_news(News(found={push.order.request: tokens}))
 
     async def placed(self, client: DaemonClient, push: Push) -> None:

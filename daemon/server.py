@@ -177,7 +177,7 @@ class Daemon:
         return workers
 
     def _start_tasks(self) -> None:
-        for told in without_effect(self.config):
+        if told := without_effect(self.config):
             log.warning("%s", told)
         loops = [self._tick(), self._watch.run(), self._room.run(), self._tell_of_engines()]
         if self._tls is not None:

@@ -70,7 +70,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
 
 def _slot_bytes(config: DaemonConfig) -> int:
     """Slots of a session: each direction has its own."""
-    directions = 2 if any(has_way_back(config, role) for role in config.roles) else 1
+    directions = 2 if has_way_back(config) else 1
     return config.slots * config.slot_bytes * directions
 
 

@@ -111,10 +111,6 @@ def _servers(args: argparse.Namespace) -> Servers:
         raise ValueError(
             f"{link}: {slots} slots of each of {ranks} ranks; they may be {MAX_SLOTS}: a larger --slot-bytes"
         )
-    if args.way_back != "off" and args.pool == "engine" and ranks > 1:
-        raise ValueError(
-            f"--way-back is {args.way_back}: with --pool engine and {ranks} GPUs nothing is fetched yet; leave it out"
-        )
     return Servers(
         ranks=ranks,
         on_gpus=bool(args.gpus),

@@ -278,7 +278,7 @@ def _transfers(side: AnySide, stats: wire.TransferStats) -> None:
 def _way_back(side: AnySide, stats: wire.WayBackStats) -> None:
     stats.setting = side.config.way_back
     if stats.setting != "off":
-        stats.off_because = no_way_back(side.config, side.role)
+        stats.off_because = no_way_back(side.config)
     if isinstance(side, DecodeSide):
         returns = side.ready_core.returns
         _counted(returns.counters, stats.transfers)

@@ -88,29 +88,25 @@ def hello_of(side: AnySide) -> peer.PeerHello:
 
 def _capabilities(side: AnySide) -> tuple[str, ...]:
     sums = (PART_SUMS,) if side.tiers.memory.can_sum else ()
-    back = (WAY_BACK,) if has_way_back(side.config, side.role) else ()
+    back = (WAY_BACK,) if has_way_back(side.config) else ()
     look_up = (LOOK_UP,) if back and side.config.look_ups == "on" and side.lends else ()
     return (*CAPABILITIES, *sums, *back, *look_up)
 
 
-def has_way_back(config: DaemonConfig, role: str) -> bool:
-    """Whether a side of this role with these settings can fetch or send back, and is to."""
-    return config.way_back != "off" and not no_way_back(config, role)
+def has_way_back(config: DaemonConfig) -> bool:
+    """Whether a side with these settings can fetch (prefill) or send back (decode), and is to."""
+    return config.way_back != "off" and not no_way_back(config)
 
 
-def no_way_back(config: DaemonConfig, role: str) -> str:
-    """Why a side of this role with these settings can not fetch (prefill) or send back (decode); empty: it can."""
-    if config.pool == "engine" and config.ranks > 1:
-        what = "into" if role == "prefill" else "from"
-        return f"{what} the memory of an engine with {config.ranks} ranks nothing is fetched yet"
+def no_way_back(config: DaemonConfig) -> str:
+    """Why a side with these settings can not; empty: it can."""
     return "nothing is kept (reuse is off)" if config.reuse == "off" else ""
 
 
-def without_effect(config: DaemonConfig) -> list[str]:
-    """The settings of the way back that have none, and why: for the log."""
-    roles = config.roles if config.way_back != "off" else ()
-    found = {role: no_way_back(config, role) for role in roles}
-    return [f"--way-back is {config.way_back} and has no effect as {role}: {why}" for role, why in found.items() if why]
+def without_effect(config: DaemonConfig) -> str:
+    """Why the setting of the way back has none, for the log; empty: it is off, or has."""
+    why = no_way_back(config)
+    return f"--way-back is {config.way_back} and has no effect: {why}" if why and config.way_back != "off" else ""
 
 
 def back_lanes(own: peer.PeerHello, theirs: peer.PeerHello, lanes: Callable[[], Sequence[Lane]]) -> Sequence[Lane]:

@@ -58,7 +58,7 @@ class PrefillSide(Side[PrefillCore]):
 
     def make_core(self, cache: Cache) -> PrefillCore:
         config = self.config
-        setting = config.way_back if has_way_back(config, self.role) else OFF
+        setting = config.way_back if has_way_back(config) else OFF
         way_back = WayBackLimits(setting, self.tiers.page_bytes, closed_namespaces(config))
         return PrefillCore(cache, PrefillLimits(config.queue, config.reuse, config.overtakes, way_back))
 

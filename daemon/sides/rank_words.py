@@ -1,8 +1,9 @@
 """The words of an engine's ranks, each a process of its own, made those of one worker.
 
 Rank 0 says all of a request's opening (Admit, Begin), the others their part of it: what they had to wait for is over.
-It is passed on when all have opened it; Progress as far as all have come; the last word (Finish, Aux, Abort) when all
-have said theirs, so that no rank touches a page any more. One that aborts has it aborted: the others are told that it
+It is passed on when all have opened it; Progress as far as all have come; Fetch when all have said it, so that nothing
+that a rank had queued before touches the blocks; the last word (Finish, Aux, Abort) when all have said theirs, so that
+no rank touches a page any more. One that aborts has it aborted: the others are told that it
 failed, and answer. So they are where a rank does not come with it, and whoever asked for the prompt is.
 """
 
@@ -66,6 +67,8 @@ class _Request:
     passed: bool = False  # the opening is
     passed_tokens: int = 0  # of progress
     blocks: list[int] = field(default_factory=list)  # that rank 0 has named, and that are not passed
+    fetches: dict[int, bool] = field(default_factory=dict)  # ranks that have said it: whether into blocks
+    fetch: Pass | None = None  # rank 0's, until it is passed on
     last: dict[int, Pass] = field(default_factory=dict)  # words, by rank
     failure: RequestError | None = None  # what the other ranks were told
     late: bool = False  # nobody waits any more for ranks that have not opened it
@@ -125,10 +128,10 @@ class RankWords:
             return self._open(rank, name, word, now)
         if kind == "stow":
             return self._stow(rank, name, word, now)
-        if kind != "progress" and kind not in LAST_WORDS:
+        if kind not in ("progress", "fetch", *LAST_WORDS):
             if rank != 0:
                 raise precondition(f"rank {rank} does not send {kind}: rank 0 does")
-            return [word]  # the core refuses it of a request that is not open; fetch also into blocks of several ranks
+            return [word]  # the core refuses it of a request that is not open
         request = self._requests.get(_key(name))
         if request is None and kind == "abort":  # all had ended it; it answers what it was told since
             return [word]
@@ -136,6 +139,8 @@ class RankWords:
             return [_failed(rank, name, precondition(f"{kind} of a request that rank {rank} has not opened"))]
         if kind == "progress":
             return self._progress(rank, request, name, message.progress)
+        if kind == "fetch":
+            return self._fetch(rank, request, word, message.fetch)
         return self._end(rank, request, word)
 
     def tick(self, now: float) -> Sequence[Word]:
@@ -261,6 +266,26 @@ class RankWords:
             ended = wire.WorkerEvent(ended=wire.Ended(name=request.name))
             return [Tell(rank, ended) for rank in request.last]
         return [next((word for word in request.last.values() if word.kind == "abort"), request.last[0])]
+
+    def _fetch(self, rank: int, request: _Request, word: Pass, fetch: wire.Fetch) -> Sequence[Word]:
+        """Passes rank 0's on when all have said it; nothing is fetched where one has no blocks for it."""
+        if rank in request.last or rank in request.fetches:
+            return [_failed(rank, request.name, precondition("fetch comes once, and before the end"))]
+        if request.failure is not None:  # the rank hears of it, and says its last word
+            return []
+        request.fetches[rank] = bool(fetch.blocks)
+        if rank == 0:
+            if not self._holds(request, word.message.ByteSize()):
+                return request.fail(_full())
+            request.fetch = word
+        if len(request.fetches) < self._ranks:
+            return []
+        assert request.fetch is not None, "all ranks have said it, and rank 0 has not"
+        together, request.fetch = request.fetch, None
+        self._lets_go(request, together.message.ByteSize())
+        if not all(request.fetches.values()):
+            together = Pass("fetch", wire.WorkerMessage(fetch=wire.Fetch(name=request.name)))
+        return [together]
 
     def _progress(
         self, rank: int, request: _Request, name: common.RequestName, progress: wire.Progress

@@ -62,7 +62,7 @@ class Side(Generic[CoreT]):
         session_files = os.path.join(config.shm_dir, f"kvferry-{incarnation.hex()}-{self.role}-worker-")
         self.workers = SideWorkers(session_files, self, self.tasks)
         self._engine = EnginePool(self.role, self, self.tiers.forget_pool) if config.pool == "engine" else None
-        sends_back = self.role == "decode" and has_way_back(config, self.role)
+        sends_back = self.role == "decode" and has_way_back(config)
         owned = self.workers, self._engine, self.tasks
         self._registering = Registering(config, incarnation, self.tiers, *owned, sends_back=sends_back)
         self._effects: deque[Effect] = deque()

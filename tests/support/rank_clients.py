@@ -41,6 +41,10 @@ class RankClients:
         for client in self.clients:
             client.begin(name, **words)
 
+    def fetch(self, name: RequestName, blocks: Sequence[int], held_tokens: int) -> None:
+        for client in self.clients:
+            client.fetch(name, blocks, held_tokens)
+
     async def begun(self, name: RequestName) -> Begun:
         answer: Begun = await self._all("begun", name)
         return answer

@@ -261,10 +261,6 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("--slot-bytes", "1GiB"), "--slot-bytes is 1073741824; it must be 4096 to 536870912"),
         (("--gpus", "65"), "--gpus is 65; it must be 0 to 64"),
         (
-            ("--gpus", "2", "--pool", "engine", "--way-back", "auto"),
-            "--way-back is auto: with --pool engine and 2 GPUs nothing is fetched yet; leave it out",
-        ),
-        (
             ("--gbit", "800", "--round-trip-ms", "1000"),
             "slots of each of 1 ranks; they may be 1024: a larger --slot-bytes",
         ),

@@ -206,35 +206,14 @@ def config(**settings: Any) -> DaemonConfig:
     return DaemonConfig(role="prefill", name="p", page_size=4, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "role", "why"),
-    [
-        (
-            {"pool": "engine", "ranks": 2},
-            "decode",
-            "from the memory of an engine with 2 ranks nothing is fetched yet",
-        ),
-        (
-            {"pool": "engine", "ranks": 2},
-            "prefill",
-            "into the memory of an engine with 2 ranks nothing is fetched yet",
-        ),
-        ({"reuse": "off"}, "prefill", "nothing is kept (reuse is off)"),
-    ],
-)
-def test_what_has_none_yet_says_why(settings: dict[str, Any], role: str, why: str) -> None:
-    assert no_way_back(config(way_back="auto", **settings), role) == why
-    assert not has_way_back(config(way_back="always", **settings), role)
+def test_what_has_none_says_why() -> None:
+    assert no_way_back(config(way_back="auto", reuse="off")) == "nothing is kept (reuse is off)"
+    assert not has_way_back(config(way_back="always", reuse="off"))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engines_memory_has_one(role: str) -> None:
-    assert has_way_back(config(way_back="auto", pool="engine"), role)
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_pools_on_gpus_have_one(role: str) -> None:
-    assert has_way_back(config(way_back="auto", device="cuda:0"), role)
+@pytest.mark.parametrize("settings", [{"pool": "engine", "ranks": 2}, {"device": "cuda:0"}])
+def test_every_pool_that_is_kept_has_one(settings: dict[str, Any]) -> None:
+    assert has_way_back(config(way_back="auto", **settings))
 
 
 def test_the_hello_says_it_where_it_is_set() -> None:

@@ -83,12 +83,58 @@ def test_what_was_handed_in_and_not_every_rank_has_opened_failed() -> None:
     assert len(words) == 0
 
 
-def test_what_waits_for_a_fetch_is_passed_on_as_rank_0_waits() -> None:
+def fetch(*blocks: int) -> wire.WorkerMessage:
+    return wire.WorkerMessage(fetch=wire.Fetch(name=NAME, blocks=blocks, held_tokens=16))
+
+
+def waiting() -> RankWords:
+    """Three ranks have a prompt open that waits for a fetch."""
     words = RankWords(3)
     waits = wire.Begin(name=NAME, tokens=64, patience=wire.PATIENCE_FETCH, held_tokens=32)
     opened(words, wire.WorkerMessage(begin=waits))
-    with pytest.raises(RequestError, match="rank 1 does not send fetch: rank 0 does"):
-        say(words, 1, wire.WorkerMessage(fetch=wire.Fetch(name=NAME)))
+    return words
+
+
+def test_blocks_are_fetched_into_when_all_ranks_have_named_them_as_rank_0_did() -> None:
+    """Before that what a rank had queued on its GPU may still use them."""
+    words = waiting()
+    assert say(words, 1, fetch(7, 8)) == say(words, 0, fetch(5, 6)) == []
+    assert told(say(words, 1, fetch(7, 8))) == [(1, "failed")], "it comes once"
+    assert say(words, 2, fetch(7, 8)) == [Pass("fetch", fetch(5, 6))]
+    assert say(words, 2, progress(64)) == say(words, 1, progress(64)) == []
+    assert say(words, 0, progress(64, 9)) == [Pass("progress", progress(64, 9))], "it goes on as ever"
+
+
+def test_nothing_is_fetched_where_one_rank_has_no_blocks_for_it() -> None:
+    words = waiting()
+    assert say(words, 0, fetch(5, 6)) == say(words, 1, fetch()) == []
+    nothing = wire.WorkerMessage(fetch=wire.Fetch(name=NAME))
+    assert say(words, 2, fetch(5, 6)) == [Pass("fetch", nothing)]
+
+
+def test_what_a_rank_gave_up_is_fetched_for_none() -> None:
+    words = waiting()
+    assert say(words, 0, fetch(5, 6)) == say(words, 1, fetch(5, 6)) == []
+    assert told(say(words, 2, ABORT)) == [(0, "failed"), (1, "failed")]
+    assert told(say(words, 2, fetch(5, 6))) == [(2, "failed")], "behind its end"
+    assert say(words, 0, ABORT) == []
+    assert say(words, 1, ABORT) == [Pass("abort", ABORT)]
+    words = waiting()
+    assert told(say(words, 2, ABORT)) == [(0, "failed"), (1, "failed")]
+    assert say(words, 0, fetch(5, 6)) == say(words, 1, fetch(5, 6)) == [], "they hear of it, and answer"
+    assert say(words, 0, ABORT) == []
+    assert say(words, 1, ABORT) == [Pass("abort", ABORT)]
+    assert len(words) == 0
+
+
+def test_what_rank_0_has_fetched_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_words, "MAX_WAITING_BYTES", 200)
+    words = waiting()
+    assert told(say(words, 0, fetch(*range(1000, 1200)))) == [(0, "failed"), (1, "failed"), (2, "failed")]
+    words = waiting()
+    assert say(words, 0, fetch(5, 6)) == say(words, 1, fetch(5, 6)) == []
+    assert say(words, 2, fetch(5, 6)) == [Pass("fetch", fetch(5, 6))]
+    assert words._waiting_bytes == 0
 
 
 def test_one_that_aborts_has_it_aborted_when_all_have_answered() -> None:

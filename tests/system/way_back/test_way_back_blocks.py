@@ -1,16 +1,18 @@
 """The way back from an engine's blocks to another engine's, of another size: byte for byte, in host memory and on GPUs,
-and no block is touched that nobody has named."""
+between equal and unlike numbers of ranks, and no block is touched that nobody has named."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from kvferry.client.requests import Patience, RequestName
 from kvferry.daemon.cli.stack import Stack
 from kvferry.proto import worker_pb2
-from tests.support.block_engine import PAGE, Prompt, new_name
+from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
+from tests.support.block_engine import PAGE, Prompt, Share, new_name
 from tests.support.engines import side_stats
 from tests.system.serving.block_pairs import Pair, need
 from tests.system.way_back.conversations import ALWAYS
@@ -21,6 +23,19 @@ DEVICES = [
     pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu),
 ]
 TOKENS = 9 * PAGE + 5
+NHD = KVGeometry(2, 4, 4, "float32", PAGE, Layout.ENGINE)
+HND = replace(NHD, head_runs=1)
+RANKS = {
+    "1 to 2": (Share(HND), Share(HND, 2, apart=True)),
+    "2 to 1": (Share(HND, 2, apart=True), Share(HND)),
+    "whole pages, 2 to 2": (Share(NHD, 2, apart=True), Share(NHD, 2, apart=True)),
+}
+NIGHTLY = {
+    "4 to 2": (Share(HND, 4, apart=True), Share(HND, 2, apart=True)),
+    "2 to 4 in one process": (Share(HND, 2), Share(HND, 4)),
+    "grouped queries, 1 to 4": (Share(replace(HND, kv_heads=2)), Share(replace(HND, kv_heads=2), 4, apart=True)),
+    "grouped queries, 4 to 2": (Share(replace(HND, kv_heads=2), 4), Share(replace(HND, kv_heads=2), 2, apart=True)),
+}
 
 
 async def session_up(pair: Pair) -> None:
@@ -53,11 +68,16 @@ async def fetch_and_compute(pair: Pair, prompt: Prompt, name: RequestName) -> in
     """The prefill engine has what it can into its blocks, and computes the rest. The tokens that have come."""
     prefill = pair.prefill
     blocks, offered = prefill.take(prompt.tokens), asyncio.get_running_loop().create_future()
+
+    def proceed(tokens: int) -> None:  # each rank hears it
+        if not offered.done():
+            offered.set_result(tokens)
+
     prefill.client.begin(
         name,
         **prompt.words,  # type: ignore[arg-type]
         deadline_s=20,
-        patience=Patience(worker_pb2.PATIENCE_FETCH, 0, offered.set_result),
+        patience=Patience(worker_pb2.PATIENCE_FETCH, 0, proceed),
     )
     most = await offered
     named = -(-most // prefill.block_tokens)
@@ -76,27 +96,35 @@ async def fetch_and_compute(pair: Pair, prompt: Prompt, name: RequestName) -> in
 def test_what_decodes_engine_holds_comes_into_prefills_blocks(stack: Stack, devices: tuple[str, str]) -> None:
     need(*devices)
 
-    async def run() -> None:
-        async with Pair(stack, *ALWAYS, "--checksums", "on", devices=devices) as pair:
-            assert pair.decode.client.welcome.way_back
-            await session_up(pair)
-            fetched = 0
-            for number, (held, late) in enumerate(
-                [(PAGE, 0.0), (5 * PAGE, 0.05), (5 * PAGE + 4, 0.0), (9 * PAGE, 0.2)]
-            ):
-                prompt, name = Prompt(TOKENS, number), new_name()
-                blocks = pair.decode.take(TOKENS)
-                matched, _ = await asyncio.gather(
-                    fetch_and_compute(pair, prompt, name), ask(pair, prompt, name, blocks, held, late)
-                )
-                assert matched == held // PAGE * PAGE
-                fetched += matched
-                assert pair.decode.wrong(prompt, blocks, 0, TOKENS) == []
-                assert not pair.decode.touched() and not pair.prefill.touched()
-                pair.decode.give_back(blocks)
-            sides = [side_stats(engine.socket) for engine in (pair.prefill, pair.decode)]
-            assert [side.way_back.transfers.delta_pages for side in sides] == [fetched // PAGE] * 2
-            assert [side.way_back.transfers.mismatched_parts for side in sides] == [0, 0]
-            assert [side.pool.leased for side in sides] == [0, 0]
+    asyncio.run(go_back(Pair(stack, *ALWAYS, "--checksums", "on", devices=devices)))
 
-    asyncio.run(run())
+
+@pytest.mark.parametrize(
+    "shares",
+    [pytest.param(shares, id=name) for name, shares in RANKS.items()]
+    + [pytest.param(shares, id=name, marks=pytest.mark.nightly) for name, shares in NIGHTLY.items()],
+)
+def test_each_rank_has_its_heads_back(stack: Stack, shares: tuple[Share, Share]) -> None:
+    asyncio.run(go_back(Pair(stack, *ALWAYS, "--checksums", "on", shares=shares)))
+
+
+async def go_back(new: Pair) -> None:
+    async with new as pair:
+        assert pair.decode.client.welcome.way_back
+        await session_up(pair)
+        fetched = 0
+        for number, (held, late) in enumerate([(PAGE, 0.0), (5 * PAGE, 0.05), (5 * PAGE + 4, 0.0), (9 * PAGE, 0.2)]):
+            prompt, name = Prompt(TOKENS, number), new_name()
+            blocks = pair.decode.take(TOKENS)
+            matched, _ = await asyncio.gather(
+                fetch_and_compute(pair, prompt, name), ask(pair, prompt, name, blocks, held, late)
+            )
+            assert matched == held // PAGE * PAGE
+            fetched += matched
+            assert pair.decode.wrong(prompt, blocks, 0, TOKENS) == []
+            assert not pair.decode.touched() and not pair.prefill.touched()
+            pair.decode.give_back(blocks)
+        sides = [side_stats(engine.socket) for engine in (pair.prefill, pair.decode)]
+        assert [side.way_back.transfers.delta_pages for side in sides] == [fetched // PAGE] * 2
+        assert [side.way_back.transfers.mismatched_parts for side in sides] == [0, 0]
+        assert [side.pool.leased for side in sides] == [0, 0]
