@@ -127,6 +127,20 @@ def test_nothing_is_read_before_the_step_that_computes_it_has_run(pair: Pair) ->
     rest(pair)
 
 
+def test_blocks_that_are_there_before_the_offer_are_named_behind_it(pair: Pair) -> None:
+    """As where another rank was told of it before, and the engine has heard of that."""
+    computed(pair, 6)
+    prompt = new_prompt(TOKENS)
+    name = begin(pair, "ahead", prompt)
+    pair.give("prefill", Fill("ahead", 0, HISTORY, (), THEIRS[: HISTORY // BLOCK]))
+    time.sleep(0.2)
+    pair.give("decode", holding("ahead", name, prompt))
+    assert received(pair.sides["prefill"], "ahead") == set() and came_back(pair)
+    compute(pair, "ahead")
+    assert received(pair.sides["decode"], "ahead") == set() and arrived(pair)
+    rest(pair)
+
+
 def test_what_no_blocks_are_named_of_does_not_go_back(pair: Pair) -> None:
     """Where the step may turn out to have failed, or an older connector asks."""
     computed(pair, 3)

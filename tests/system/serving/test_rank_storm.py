@@ -1,5 +1,5 @@
 """Engines whose ranks have sessions of their own, under load: ranks that leave a request at any time, and daemons that
-are killed. No wrong byte, nobody hangs, nothing is left."""
+are killed, while pages go both ways. No wrong byte, nobody hangs, nothing is left."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dataclasses import replace
 import pytest
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, NotOpened, Patience, RequestFailed, RequestName
 from kvferry.daemon.cli.stack import Stack
+from kvferry.proto import worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from tests.support.block_engine import PAGE, BlockEngine, Prompt, Share, new_name
 from tests.support.engines import side_stats
 from tests.support.rank_clients import RankClients
 from tests.system.serving.block_pairs import Pair
+from tests.system.way_back.conversations import ALWAYS
 
 HND = KVGeometry(2, 4, 4, "float32", PAGE, Layout.ENGINE, head_runs=1)
 DEADLINE_S = 2.0
@@ -59,15 +61,23 @@ async def unless_it_leaves(work: Awaitable[object], seconds: float, client: Daem
         return False
 
 
-async def fetch(client: DaemonClient, prompt: Prompt, name: RequestName, blocks: Sequence[int]) -> None:
+async def fetch(
+    client: DaemonClient, prompt: Prompt, name: RequestName, blocks: Sequence[int], held: int, per_block: int
+) -> None:
+    """The engine holds the first `held` tokens itself."""
     await client.admit(
         name,
         **prompt.words,  # type: ignore[arg-type]
         prefill="p",
         max_new_tokens=1,
         deadline_s=DEADLINE_S,
-        blocks=blocks,
+        held_tokens=held,
+        blocks=blocks[held // per_block :],
+        blocks_from=held,
+        held_blocks=blocks[: held // per_block],
     )
+    if held:
+        client.progress(name, held)
     await client.ready(name)
     await client.finish(name, tokens=prompt.tokens, digests=b"")
 
@@ -82,20 +92,56 @@ async def push(client: DaemonClient, prompt: Prompt, name: RequestName, blocks: 
     await client.ended(name, DEADLINE_S * 2)
 
 
+async def fetch_and_push(
+    client: DaemonClient, prompt: Prompt, name: RequestName, blocks: Sequence[int], engine: BlockEngine
+) -> int:
+    """Has what decode holds fetched into the blocks, and computes the rest. The tokens that came."""
+    offered = asyncio.get_running_loop().create_future()
+    patience = Patience(worker_pb2.PATIENCE_FETCH, 0, offered.set_result)
+    client.begin(name, **prompt.words, deadline_s=DEADLINE_S, patience=patience)  # type: ignore[arg-type]
+    begun = asyncio.ensure_future(client.begun(name))
+    try:
+        await asyncio.wait({offered, begun}, return_when=asyncio.FIRST_COMPLETED)
+        named = -(-offered.result() // engine.block_tokens) if offered.done() else 0
+        if named:
+            client.fetch(name, blocks[:named], 0)
+        matched = (await begun).matched_tokens
+    finally:
+        begun.cancel()
+        await asyncio.gather(begun, return_exceptions=True)
+    assert engine.wrong(prompt, blocks, 0, matched) == []
+    engine.compute(prompt, blocks, matched, prompt.tokens)
+    client.progress(name, prompt.tokens, blocks[named if matched else 0 :])
+    client.aux(name, b"first")
+    await client.ended(name, DEADLINE_S * 2)
+    return matched
+
+
 class Storm:
     def __init__(self, pair: Pair, seed: int) -> None:
         self.pair = pair
         self.chosen = random.Random(seed)
-        self.served = self.left = 0
+        self.served = self.left = self.fetched = 0
 
     async def one(self, number: int) -> None:
         pair, chosen = self.pair, self.chosen
         prompt, name = Prompt(chosen.randrange(20, 75), number), new_name()
         there, here = pair.prefill, pair.decode
         sources, blocks = there.take(prompt.tokens), here.take(prompt.tokens)
-        there.compute(prompt, sources, 0, prompt.tokens)
-        pushed = self.on_ranks(there, push, prompt, name, sources)
-        fetched = self.on_ranks(here, fetch, prompt, name, blocks)
+        held = chosen.randrange(prompt.tokens // PAGE) * PAGE if number % 2 else 0
+        here.compute(prompt, blocks, 0, held)
+
+        async def pushes(client: DaemonClient) -> None:
+            if held:
+                matched = await fetch_and_push(client, prompt, name, sources, there)
+                self.fetched += matched > 0
+            else:
+                await push(client, prompt, name, sources)
+
+        if not held:
+            there.compute(prompt, sources, 0, prompt.tokens)
+        pushed = self.on_ranks(there, pushes, name)
+        fetched = self.on_ranks(here, lambda client: fetch(client, prompt, name, blocks, held, here.block_tokens), name)
         _, arrived = await asyncio.gather(pushed, fetched)
         if arrived:
             self.served += 1
@@ -108,15 +154,13 @@ class Storm:
     async def on_ranks(
         self,
         engine: BlockEngine,
-        work: Callable[[DaemonClient, Prompt, RequestName, Sequence[int]], Awaitable[None]],
-        prompt: Prompt,
+        work: Callable[[DaemonClient], Awaitable[None]],
         name: RequestName,
-        blocks: Sequence[int],
     ) -> bool:
         clients = clients_of(engine)
         seconds = leaves(self.chosen, len(clients))
         each = zip(clients, seconds, strict=True)
-        ended = (unless_it_leaves(work(client, prompt, name, blocks), after, client, name) for client, after in each)
+        ended = (unless_it_leaves(work(client), after, client, name) for client, after in each)
         return all(await asyncio.gather(*ended))
 
     async def some(self, numbers: Sequence[int]) -> None:
@@ -154,7 +198,7 @@ async def start_again(stack: Stack, pair: Pair, role: str) -> None:
 
 async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int) -> None:
     shares = tuple(Share(HND, each, apart=each > 1) for each in ranks)
-    pair = Pair(stack, "--checksums", "on", shares=(shares[0], shares[1]))
+    pair = Pair(stack, *ALWAYS, "--checksums", "on", shares=(shares[0], shares[1]))
     await pair.prefill.connect()
     await pair.decode.connect()
     running = Storm(pair, seed=sum(ranks))
@@ -168,6 +212,7 @@ async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int)
             await start_again(stack, pair, role)
         await some
     assert running.served > requests // 4 and running.left > requests // 8, (running.served, running.left)
+    assert running.fetched > requests // 8, running.fetched
     for engine in (pair.prefill, pair.decode):
         await at_rest(engine)
         assert not engine.touched()
