@@ -167,6 +167,19 @@ def test_each_rank_of_an_engine_hears_the_same_late(rank: int) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_that_is_to_say_what_it_holds_hears_at_once(rank: int) -> None:
+    async def story() -> None:
+        told = Told(LATE / 10, in_blocks=True)
+        admit = wire.Admit(name=name(1), tokens=96, held_tokens=64, held_blocks=[7, 8])
+        own = OneRank(rank, 2, "engine", common_pb2.ROLE_DECODE).opening(wire.WorkerMessage(admit=admit))
+        told.telling.hears("admit", own)
+        assert await told.tells(admitted(1)) == [["admitted"]]
+        await told.end()
+
+    asyncio.run(story())
+
+
 def test_nothing_is_late_for_who_did_not_ask_for_it() -> None:
     async def story() -> None:
         told = Told(0.0, in_blocks=True)

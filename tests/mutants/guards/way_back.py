@@ -10,6 +10,7 @@ PLAYED = ("tests/daemon/peers/test_way_back_session.py",)
 SCHEDULER = ("tests/connectors/test_way_back.py",)
 _FETCHES, _RETURNS = "daemon/core/way_back/fetches.py", "daemon/core/way_back/returns.py"
 _CHOICE, _ASK_WAITS = "daemon/core/way_back/choice.py", "daemon/core/way_back/ask_waits.py"
+_WORDS, WORDS = "daemon/sides/rank_words.py", ("tests/daemon/sides/test_rank_words.py",)
 BUSY = ("tests/daemon/core/way_back/test_busy_engines.py",)
 
 _CORES = (
@@ -355,4 +356,63 @@ _SESSIONS = (
     ),
 )
 
-GUARDS = (*_CORES, *_SESSIONS)
+_RANKS = (
+    Guard(
+        "nothing is fetched into blocks that a rank has not named",
+        _WORDS,
+        "RankWords._fetch",
+        "if len(request.fetches) < self._ranks:",
+        "if request.fetch is None:",
+        WORDS,
+    ),
+    Guard(
+        "nothing is fetched where a rank has no blocks for it",
+        _WORDS,
+        "RankWords._fetch",
+        "if not all(request.fetches.values()):",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "a rank names blocks to fetch into once, and before its end",
+        _WORDS,
+        "RankWords._fetch",
+        "if rank in request.last or rank in request.fetches:",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "what was given up is fetched for no rank",
+        _WORDS,
+        "RankWords._fetch",
+        "if request.failure is not None:",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "what waits to be fetched counts as waiting",
+        _WORDS,
+        "RankWords._fetch",
+        "if not self._holds(request, word.message.ByteSize()):",
+        "if False:",
+        WORDS,
+    ),
+    Guard(
+        "blocks that are there before the offer are named",
+        "connectors/block_requests.py",
+        "BlockRequests._name_blocks",
+        "await push.until(lambda: push.told)",
+        "pass",
+        ("tests/connectors/worker_side/test_way_back_of_blocks.py",),
+    ),
+    Guard(
+        "each rank that may say what it holds hears Admitted at once",
+        "client/one_rank.py",
+        "OneRank.opening",
+        "own.held_blocks.extend(admit.held_blocks[:1])",
+        "pass",
+        ("tests/daemon/test_worker_events.py",),
+    ),
+)
+
+GUARDS = (*_CORES, *_SESSIONS, *_RANKS)
