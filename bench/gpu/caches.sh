@@ -5,7 +5,7 @@
 #                                                         two: latent-1:2 latent-2:1 heads-1:2 heads-2:1 experts-dp chaos-2:2 latent-chaos-1:2
 # Two at once, each on a GPU: DEVICE, VLLM_LANE (1, 2) and VLLM_CACHES of their own, behind a first run without cases, which unpacks.
 # CASE_SECONDS (200): of each case. GREEDY: more flags of greedy.py, for instance --nixl, NixlConnector's pair as well, which takes twice as long.
-# ALONE_RANKS (1): of the one vLLM.
+# ALONE_RANKS (1): of the one vLLM. DTYPE: bfloat16, in which sums of several ranks differ in their last bits, or float32.
 # indexed: an indexer and its attention in torch (bench/vllm/programs/latents_in_torch.py), eager.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,7 +17,7 @@ source bench/gpu/build.sh
 source bench/gpu/packed_vllm.sh
 REFERENCES=${REFERENCES:-$OUT_DIR} # of the one vLLM, for cases of the same model, flags and ranks, batch invariant or not, of the same layout
 export VLLM_TIE=1e-2 VLLM_BATCH_INVARIANT=${VLLM_BATCH_INVARIANT:-0}
-FLAGS='--dtype bfloat16 --no-enforce-eager --kv-cache-memory-bytes 1073741824'
+FLAGS="--dtype ${DTYPE:-bfloat16} --no-enforce-eager --kv-cache-memory-bytes 1073741824"
 
 model() { # KIND: its folder
   [ -d "$HOME/models/$1" ] || $PYTHON bench/gpu/models.py "$1" "$BASE" "$HOME/models/$1" >&2
@@ -27,7 +27,7 @@ model() { # KIND: its folder
 tokens() { # CASE KIND 'more flags of vLLM' more of greedy.py's
   local name=${1//:/-} kind=$2 flags=$3 alone=${ALONE_RANKS:-1} folder like
   shift 3
-  like=$(printf '%s\n' "$flags" "$alone" "$VLLM_BATCH_INVARIANT" "${VLLM_KV_CACHE_LAYOUT:-}" | cksum | cut -d' ' -f1)
+  like=$(printf '%s\n' "$FLAGS $flags" "$alone" "$VLLM_BATCH_INVARIANT" "${VLLM_KV_CACHE_LAYOUT:-}" | cksum | cut -d' ' -f1)
   folder=$(model "$kind")
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL=$folder VLLM_FLAGS="$FLAGS $flags"
   echo "==== $name"

@@ -68,6 +68,17 @@ def token_bytes(model: Path) -> int:
     return int(2 * config["num_hidden_layers"] * heads * size * 2)
 
 
+def check_room(args: argparse.Namespace, cache: str) -> None:
+    """ValueError where vLLM would not start: its blocks are to hold one prompt of the longest."""
+    shape = Shape(args.first, args.more, args.turns, max(args.tokens_out))
+    held = int(SHARES[cache] * max(args.at_once) * shape.tokens)
+    if held < args.max_model_len:
+        raise ValueError(
+            f"--max-model-len is {args.max_model_len}; the blocks of --decode-cache {cache} hold {held} tokens: a "
+            "smaller one, or more --at-once"
+        )
+
+
 def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
     shape = Shape(args.first, args.more, args.turns, max(args.tokens_out))
     working = max(args.at_once) * shape.tokens * each_token
@@ -305,6 +316,12 @@ def main() -> int:
     tables.add_argument("files", nargs="+", metavar="FILE")
     tables.add_argument("--output")
     args = parser.parse_args()
+    if args.go is run:
+        try:
+            for cache in args.decode_cache:
+                check_room(args, cache)
+        except ValueError as error:
+            runs.error(str(error))
     return int(args.go(args))
 
 

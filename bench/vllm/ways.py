@@ -1,6 +1,6 @@
 """kvferry in vLLM servers that are run in other ways, token for token against one vLLM without a connector.
 
-python bench/vllm/ways.py [WAY...] [--output bench/results/vllm-ways.txt]
+python bench/vllm/ways.py [WAY...] [--ranks 2:2] [--output bench/results/vllm-ways.txt]
 
 example     beside vLLM's ExampleConnector in MultiConnector, on both sides: prefill loads from that one what it has
 offload     the same beside its OffloadingConnector, whose blocks are copied in torch (programs/offloading_in_torch.py)
@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
-from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec
+from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec, ranks_of
 from demo import held
 
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
@@ -98,8 +99,11 @@ def leaks_of(cluster: Cluster) -> list[str]:
         time.sleep(1.0)
 
 
-def run_way(way: str, stored: Path, references: dict[Load, list[list[Reply]]]) -> tuple[str, bool]:
+def run_way(
+    way: str, stored: Path, ranks: Mapping[str, int], references: dict[Load, list[list[Reply]]]
+) -> tuple[str, bool]:
     spec, load = spec_of(way, stored)
+    spec = replace(spec, ranks=ranks)
     if load not in references:
         with Cluster(Spec()) as cluster:
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
@@ -216,14 +220,16 @@ def main() -> int:
     ways = ("example", "offload", "faulty", "servers", "preempted", *BACK_WAYS, *(BLOCK_WAYS if DEVICES else ()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
+    parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    ranks = ranks_of(args.ranks)
     log = Log(args.output)
     references: dict[Load, list[list[Reply]]] = {}
     all_well = True
     for way in args.way or ways:
         with tempfile.TemporaryDirectory(prefix="kvferry-vllm-") as stored:
-            told, well = run_way(way, Path(stored), references)
+            told, well = run_way(way, Path(stored), ranks, references)
         log.add(told)
         all_well = all_well and well
     return 0 if all_well else 1

@@ -30,6 +30,17 @@ def compare() -> Iterator[ModuleType]:
         yield modules.gpu_compare
 
 
+def test_blocks_that_hold_no_longest_prompt_are_refused(
+    compare: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would not start, and say so in its log alone."""
+    monkeypatch.setattr(sys, "argv", ["-", "run", "--output", "-", "--at-once", "1", "--first", "8000", "--turns", "2"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    told = "--max-model-len is 16384; the blocks of --decode-cache all hold 9644 tokens: a smaller one, or more"
+    assert told in capsys.readouterr().err
+
+
 def test_the_table_says_which_model_and_where_its_ranks_were(
     compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
