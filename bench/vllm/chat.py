@@ -109,12 +109,14 @@ async def events(client: httpx.AsyncClient, url: str, body: bytes) -> AsyncItera
 
 
 async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object], began: float) -> Reply:
-    """httpx.HTTPError or RuntimeError where the server fails."""
+    """httpx.HTTPError or RuntimeError where the server fails, or ends the reply as it goes itself."""
     reply = Reply()
     async for event in events(client, url + CHAT, json.dumps(asked).encode()):
         if event.get("usage"):
             reply.prompt_tokens = event["usage"]["prompt_tokens"]
         for choice in event["choices"]:
+            if choice.get("finish_reason") == "abort":  # as the engine of another data-parallel rank that was killed
+                raise RuntimeError(f"{url} aborted it behind {len(reply.tokens)} tokens")
             text = choice["delta"].get("content")
             if text and not reply.ttft_s:
                 reply.ttft_s = time.monotonic() - began

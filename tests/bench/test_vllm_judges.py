@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import io
+import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 
 from kvferry.proto import cache_pb2
@@ -286,6 +289,21 @@ def test_what_fails_as_a_rank_is_killed_is_asked_again_and_counted_apart(
     assert (run.done, run.again, run.over) == (3, 2, True)
     assert run.refused == [f"prompt {second}: RuntimeError it fails of itself"]
     assert "2 ranks killed and their engines started, 2 requests asked again" in str(run)
+
+
+def test_a_reply_that_its_server_aborts_is_none(bench: SimpleNamespace) -> None:
+    """vLLM says so of what it was at, when the engine of another data-parallel rank is killed."""
+
+    async def reply_that_ends(reason: str) -> Any:
+        event = {"choices": [{"delta": {"content": ""}, "finish_reason": reason}]}
+        content = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+        answers = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+        async with httpx.AsyncClient(transport=answers) as client:
+            return await bench.chat.streamed(client, "http://d", {}, time.monotonic())
+
+    assert asyncio.run(reply_that_ends("stop")).tokens == []
+    with pytest.raises(RuntimeError, match="http://d aborted it behind 0 tokens"):
+        asyncio.run(reply_that_ends("abort"))
 
 
 def test_tokens_that_differ_are_wrong_but_at_ties(bench: SimpleNamespace) -> None:
