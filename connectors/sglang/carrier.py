@@ -64,7 +64,7 @@ class Carrier:
             connect, quiet=self._quiet, changed=self._changed, settled=settled, meanwhile=MEANWHILE
         )
         self._transfers = Transfers(
-            lambda: self._sessions.client,
+            self._sessions,
             settings.deadline_seconds,
             settings.store_seconds,
             self._copier,

@@ -21,7 +21,8 @@ from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import DaemonGone, NameInUse, NotOpened, RequestFailed, RequestName, Stowed
 from kvferry.connectors.orders import PromptPages
 from kvferry.connectors.sglang.digests import prompt_pages
-from kvferry.connectors.worker_state import run_whole
+from kvferry.connectors.worker_session import Sessions
+from kvferry.connectors.worker_state import UNWANTED, run_whole
 from kvferry.threads import CallThread
 from kvferry.waiting import complete, is_done
 
@@ -160,7 +161,7 @@ class _Lease:
 class Transfers:
     """How each kind is carried out, on the loop that has the session."""
 
-    session: Callable[[], DaemonClient | None]
+    sessions: Sessions
     deadline_seconds: float
     store_seconds: float
     copier: CallThread  # it waits for the engine's GPU
@@ -209,7 +210,7 @@ class Transfers:
     def stow(self, order: SentPrompt) -> None:
         """Has the daemon take the pages of a computed prompt into its host tier. Its place says whether it has; of one
         that ends before nothing is heard."""
-        if (client := self.session()) is not None:
+        if (client := self.sessions.client) is not None:
             with contextlib.suppress(DaemonGone):  # then it fails
                 client.stow(order.transfer.name, partial(self._stowed, order))
 
@@ -255,8 +256,9 @@ class Transfers:
     @contextlib.asynccontextmanager
     async def _lease(self, name: RequestName) -> AsyncIterator[_Lease]:
         """One request at the daemon. What does not end well is over when nothing touches its pages any more."""
-        client = self.session()
+        client = self.sessions.client
         if client is None:
+            self.sessions.decline(name)
             raise DaemonGone("there is no session with the daemon")
         lease = _Lease(client)
         try:
@@ -264,10 +266,11 @@ class Transfers:
         except NameInUse:  # the name is that of a request that runs
             raise
         except BaseException as error:
-            if lease.opened and not isinstance(error, NotOpened):
-                await complete(client.release(name, str(error) or "the engine needs it no more"))
-            else:
-                client.decline(name, str(error) or "the engine needs it no more")
+            opened = lease.opened and not isinstance(error, NotOpened)
+            if not opened or client.gone.done():  # the other ranks may open it in the next session
+                self.sessions.decline(name)
+            if opened:
+                await complete(client.release(name, str(error) or UNWANTED))
             raise
 
     async def _computed(self, after: Sequence[GpuMoment]) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from kvferry.client.client import DaemonClient
 from kvferry.client.one_rank import OneRank
-from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, Ready, RequestFailed, RequestName
 from kvferry.connectors.block_requests import BlockRequests
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
+from kvferry.connectors.sglang.transfers import FetchedPrompt, PageTransfer, PollState, Transfers
 from kvferry.connectors.worker_state import end_all
 from kvferry.proto import common_pb2
 from tests.client.requests import admit, name
@@ -138,6 +139,38 @@ def test_what_was_opened_in_a_session_that_broke_is_declined_in_the_next(tmp_pat
         except asyncio.CancelledError:
             assert cancelled
         assert rank.given_up == rank.missed == [opened]
+
+    at_rank(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_rank_of_sglang_declines_it_likewise_and_what_it_missed(
+    tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(rank: Rank) -> None:
+        async def release(client: DaemonClient, request: RequestName, reason: str) -> None:
+            assert rank.missed == [request], "it is declined before its end is proven"
+            await rank.give_up(client, request)
+
+        async def ready(client: DaemonClient, request: RequestName) -> Ready:
+            raise await client.gone
+
+        monkeypatch.setattr(DaemonClient, "release", release)
+        monkeypatch.setattr(DaemonClient, "ready", ready)
+        transfers = Transfers(rank.tools.sessions, 5.0, 5.0, rank.tools.copier, lambda row, blob: None)
+        transfer = PageTransfer(name(), range(9), rank.client.geometry.page_size, b"")
+        if not there:
+            rank.tools.sessions.client = None
+        work = asyncio.create_task(
+            transfers.carry(transfer, transfers.receive(FetchedPrompt(transfer, "p", 0, [], 0, ())))
+        )
+        if there:
+            while "admit" not in rank.daemon.kinds():
+                await asyncio.sleep(0.01)
+            rank.daemon.events.put_nowait(None)
+        await asyncio.wait_for(work, 10)
+        assert transfer.state is PollState.FAILED and rank.missed == [transfer.name]
+        assert rank.given_up == [transfer.name] * there
 
     at_rank(tmp_path, scenario)
 

@@ -408,6 +408,14 @@ _ENDING = (
         REQUESTS,
     ),
     Guard(
+        "a rank of SGLang declines what it had opened, too",
+        "connectors/sglang/transfers.py",
+        "Transfers._lease",
+        " or client.gone.done()",
+        "",
+        REQUESTS,
+    ),
+    Guard(
         "a rank's work is cancelled once it has begun",
         "connectors/worker_state.py",
         "cancel_begun",
