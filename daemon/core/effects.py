@@ -97,6 +97,16 @@ class OpenSend:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """Decode: look whether these rows of the host tier are as they were written. `verified` must follow, if the session
+    lives."""
+
+    session: int
+    transfer: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendProgress:
     session: int
     transfer: int
@@ -182,6 +192,7 @@ Effect: TypeAlias = (
     | WakeAt
     | OpenSend
     | SendProgress
+    | VerifyRows
     | EndSend
     | FailAsk
     | SendAux

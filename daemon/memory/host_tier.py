@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +77,7 @@ class HostTier:
         self._spills = CopyThreads(memory.tier_copies, "kvferry-spill")
         self._restores = CopyThreads(memory.tier_copies, "kvferry-restore")
         self._growth = CopyThreads(1, "kvferry-host-growth")
-        self._running: set[asyncio.Future[_Outcome]] = set()
+        self._running: set[asyncio.Future[_Outcome] | asyncio.Future[list[int]]] = set()
         self._busy = (Busy(), Busy())  # with spills, and with restores
         self._closing = False
         self._halted = False
@@ -200,6 +200,30 @@ class HostTier:
             outcome = self._outcome(started, rows, result)
             if not self._closing:
                 done(started.number, outcome.failed, outcome.mismatched, seconds)
+
+        future.add_done_callback(finished)
+
+    def verify(self, rows: Sequence[int], done: Callable[[Collection[int]], None]) -> None:
+        """Looks whether rows are as they were written; `done` hears the wrong ones, or nothing where the tier ends. Who
+        has them freed meanwhile does not ask any more."""
+        if self._closing or self._halted:
+            return
+        at = np.asarray(rows, np.int64)
+        known = at[self._verify[at]]
+        size, sums = self._there.row_bytes, self._sums[known]
+        future = self._restores.submit(partial(verify_rows, self._rows.buffer, known, size, sums))
+        self._running.add(future)
+
+        def finished(result: asyncio.Future[list[int]]) -> None:
+            self._running.discard(result)
+            if result.cancelled():
+                return
+            if (error := result.exception()) is not None:
+                log.error("%d rows could not be verified: %s", len(rows), error)
+            if not self._halted and not self._closing:
+                wrong = list(rows) if error is not None else result.result()
+                self._restored(rows, _Outcome(wrong, len(wrong)))
+                done(wrong)
 
         future.add_done_callback(finished)
 

@@ -17,6 +17,7 @@ from kvferry.daemon.core.effects import (
     SendProgress,
     StartTransfer,
     StopTransfer,
+    VerifyRows,
 )
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
 from kvferry.daemon.core.limits import NO_BLOCKS, Name, check_priority, check_prompt
@@ -146,7 +147,7 @@ class DecodeSide(Side[DecodeCore]):
     # -- effects -------------------------------------------------------------------------------------------------
 
     def perform(self, effect: Effect) -> None:
-        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk):
+        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | VerifyRows):
             self.returns.perform(effect)
             return
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone), f"a decode core left {effect}"
@@ -174,7 +175,7 @@ class DecodeSide(Side[DecodeCore]):
         self.traces.restore_begins(started.number, len(pages), owner)
 
     def effect_failed(self, effect: Effect, message: str) -> None:
-        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk):
+        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | VerifyRows):
             self.returns.effect_failed(effect, message)
             return
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvferry.daemon.core.effects import EndSend, SendEffect
+from kvferry.daemon.core.effects import EndSend, SendEffect, VerifyRows
 from kvferry.daemon.core.errors import RequestError, unavailable
 from kvferry.daemon.core.limits import name_of
 from kvferry.daemon.peers.receiving import ReceivingSession
@@ -49,14 +51,21 @@ class DecodeReturns:
             self._side.core.returns.session_down(sending.number, self._side.now())
             self._side.flush()
 
-    def perform(self, effect: SendEffect) -> None:
+    def perform(self, effect: SendEffect | VerifyRows) -> None:
+        if isinstance(effect, VerifyRows):
+            self._side.tiers.host.verify(effect.rows, partial(self._verified, effect.session, effect.transfer))
+            return
         sending, _ = self._sendings.get(effect.session, (None, ""))
         if sending is not None:
             sending.perform(effect)
         elif isinstance(effect, EndSend):  # it is over, with all its copies
             self._over(effect.session, effect.transfer, completed=False)
 
-    def effect_failed(self, effect: SendEffect, message: str) -> None:
+    def _verified(self, session: int, transfer: int, wrong: Collection[int]) -> None:
+        self._side.ready_core.returns.verified(session, transfer, wrong, self._side.now())
+        self._side.flush()
+
+    def effect_failed(self, effect: SendEffect | VerifyRows, message: str) -> None:
         sending, _ = self._sendings.get(effect.session, (None, ""))
         if sending is not None:
             sending.session.break_off(message)
@@ -101,6 +110,8 @@ class DecodeReturns:
         session, (_, prefill) = sending.session, self._sendings[sending.number]
         if not session.looks_up:
             raise SessionBroken("the peer looks up what is held here, which was not agreed on")
+        if not self._side.lends:  # its host tier could not be pinned
+            return False
         return not self._side.draining and not {prefill, session.remote}.intersection(self._side.config.closed_peers)
 
     def on_ask_end(self, sending: Sending, transfer: int) -> None:

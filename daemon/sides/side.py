@@ -107,8 +107,8 @@ class Side(Generic[CoreT]):
     @property
     def lends(self) -> bool:
         """Whether it takes part in look-ups, if it is to: a decode side whose device pages are an engine's blocks has
-        nothing cached there."""
-        return self.role == "prefill" or not self.cache.limits.in_blocks
+        what it caches in its host tier."""
+        return self.role == "prefill" or not self.cache.limits.in_blocks or self.tiers.can_be_sent
 
     @property
     def fetch_tokens(self) -> int:

@@ -18,7 +18,7 @@ from kvferry.daemon.core.lease import Lease
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES, split_digests
 from kvferry.radix.pool import PageState
-from kvferry.radix.tree import BACKUP, PROMPT, RESTORE
+from kvferry.radix.tree import BACKUP, PROMPT, RESTORE, Lock, PagedRadixTree
 
 NO_PARENT = bytes(DIGEST_BYTES)
 
@@ -135,10 +135,16 @@ class BlockTier:
         assert hold.lock is not None
         # Else two that wait once more would match it again and again, each because the other one holds it.
         hold.digests = hold.digests[: page * DIGEST_BYTES]
-        shorter = tree.lock(tree.match(lease.digests[: page * DIGEST_BYTES]), hold.priority)
-        removed = tree.prune(hold.lock, page)
-        assert not removed, "pages of the device were in the tree"
-        hold.lock = shorter
+        hold.lock = forget_path(tree, hold.lock, lease.digests, page, hold.priority)
+
+
+def forget_path(tree: PagedRadixTree, lock: Lock, digests: bytes, page: int, priority: int = 0) -> Lock:
+    """Takes what this lock's path holds from page `page` on out of a tree of rows alone, but for what others hold; what
+    is before it is locked in its place."""
+    shorter = tree.lock(tree.match(digests[: page * DIGEST_BYTES]), priority)
+    removed = tree.prune(lock, page)
+    assert not removed, "pages of the device were in the tree"
+    return shorter
 
 
 def _written(lease: Lease) -> set[int]:

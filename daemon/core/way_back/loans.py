@@ -3,16 +3,19 @@ Core: no I/O, time is passed in.
 
 A look-up holds nothing: what it found may be gone when it is asked for. An Ask locks its pages for as long as they are
 sent, until its deadline at most, and is refused where running requests were promised them, or others wait for pages.
+Where device pages are blocks of an engine's, which has them, what is cached are rows of the host tier: they are
+verified, as for a restore, and sent from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
+from kvferry.daemon.core.blocks.block_tier import forget_path
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import LookUpCounters, TransferCounters
-from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, Outbox
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, Outbox, VerifyRows
 from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, unavailable
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.reservations import Holds
@@ -31,6 +34,9 @@ class _Loan:
     namespace: Namespace
     lock: Lock
     deadline: float
+    digests: bytes
+    first_page: int
+    rows: tuple[int, ...] = ()  # of the host tier, where it is sent from there
     failure: str = ""  # why it ends before it is sent, as a counter's key
     ending: bool = False
 
@@ -63,7 +69,7 @@ class Loans:
     def found(self, namespace_id: bytes, digests: bytes) -> int:
         """Leading pages of these that can be read now."""
         namespace = self._open_namespace(namespace_id)
-        pages = 0 if namespace is None else self._cache.readable(namespace, digests)
+        pages = 0 if namespace is None else self._readable(namespace, digests)
         self.look_ups.heard(pages)
         return pages
 
@@ -90,19 +96,46 @@ class Loans:
     def _lend(self, session: int, ask: peer.Ask, deadline: float) -> RequestError | None:
         namespace = self._open_namespace(ask.namespace_id)
         end = ask.first_page + ask.pages
-        if namespace is None or self._cache.readable(namespace, ask.digests) < end:
+        if namespace is None or self._readable(namespace, ask.digests) < end:
             return unavailable("the pages are not held here, or not any more")
         if waiting := self._waiting():
             return exhausted(f"{waiting} requests wait here for pages; nothing more is lent until they are admitted")
-        lock = self._holds.lock_readable(namespace, ask.digests)
+        lock = namespace.tree.lock(namespace.tree.match(ask.digests))
         if not self._cache.fits(namespace, 0):
             self._holds.unlock(namespace, lock)
             return exhausted(f"running requests were promised some of the {end} pages")
-        self._open[session, ask.transfer] = _Loan(namespace, lock, deadline)
+        loan = _Loan(namespace, lock, deadline, ask.digests, ask.first_page)
+        self._open[session, ask.transfer] = loan
         self._counters.opened += 1
-        page_ids = tuple(namespace.tree.path_pages(lock)[ask.first_page : end])
-        self._outbox.put(OpenSend(session, ask.transfer, ask.first_page, page_ids, end))
+        if self._cache.limits.in_blocks:
+            loan.rows = tuple(namespace.tree.path_rows(lock)[ask.first_page : end])
+            self._outbox.put(VerifyRows(session, ask.transfer, loan.rows))
+        else:
+            page_ids = tuple(namespace.tree.path_pages(lock)[ask.first_page : end])
+            self._outbox.put(OpenSend(session, ask.transfer, ask.first_page, page_ids, end))
         return None
+
+    def _readable(self, namespace: Namespace, digests: bytes) -> int:
+        if self._cache.limits.in_blocks:  # rows enter the tree once they are written
+            return namespace.tree.match(digests).pages
+        return self._cache.readable(namespace, digests)
+
+    def verified(self, session: int, transfer: int, wrong: Collection[int]) -> None:
+        """VerifyRows is over; `wrong`: rows that are not as they were written. What has ended meanwhile is none of
+        these any more."""
+        loan = self._open.get((session, transfer))
+        if loan is None or loan.ending:
+            return
+        end = loan.first_page + len(loan.rows)
+        if not wrong:
+            self._outbox.put(OpenSend(session, transfer, loan.first_page, loan.rows, end, from_rows=True))
+            return
+        self._cache.tiers.mismatched += len(wrong)
+        good = next(i for i, row in enumerate(loan.rows) if row in wrong)
+        loan.lock = forget_path(loan.namespace.tree, loan.lock, loan.digests, loan.first_page + good)
+        loan.failure = "wrong_checksum"
+        self._outbox.put(FailAsk(session, transfer, unavailable("a page in the host tier is not as it was written")))
+        self.closed(session, transfer, completed=False)
 
     def _open_namespace(self, namespace_id: bytes) -> Namespace | None:
         return None if namespace_id in self._excluded else self._cache.namespaces.get(namespace_id)

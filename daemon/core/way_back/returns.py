@@ -7,7 +7,7 @@ locks, and its blocks, until no gather of them runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
@@ -213,6 +213,11 @@ class ReturnSteps:
     def lend(self, session: int, ask: peer.Ask, deadline: float, now: float) -> None:
         """The prefill daemon wants pages that it has looked up."""
         self._returns.lend(session, ask, deadline)
+        self._pump(now)
+
+    def verified(self, session: int, transfer: int, wrong: Collection[int], now: float) -> None:
+        """VerifyRows is over; `wrong`: rows of it that are not as they were written."""
+        self._returns.loans.verified(session, transfer, wrong)
         self._pump(now)
 
     def asked(self, session: int, prefill: str, name: Name, ask: peer.Ask, now: float) -> None:

@@ -117,6 +117,33 @@ def test_with_checksums_each_restore_is_verified(checksums: bool) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("checksums", [True, False])
+def test_rows_that_are_to_be_sent_are_verified_as_for_a_restore(tmp_path: Path, checksums: bool) -> None:
+    folder = tmp_path / "tier"
+    put(folder, {3: 103, 5: 105})
+
+    async def story() -> None:
+        tier = Tier(opened(folder), DeviceMemory(), checksums=checksums)
+        await tier.grow()
+        await tier.copy(SPILL, 4, 6)
+
+        async def wrong(*rows: int) -> list[int]:
+            told = asyncio.get_running_loop().create_future()
+            tier.tier.verify(rows, told.set_result)
+            return list(await asyncio.wait_for(told, 20))
+
+        assert await wrong(3, 6) == []
+        damage(tier.memory, 5)
+        assert await wrong(3, 5, 6) == [5] and tier.tier.unverified == 0
+        damage(tier.memory, 6)
+        assert await wrong(6) == ([6] if checksums else [])
+        await tier.tier.close()
+        tier.tier.verify((3,), lambda rows: pytest.fail("the tier has ended"))
+        await asyncio.sleep(0)
+
+    asyncio.run(story())
+
+
 def test_namespaces_too_many_are_discarded_in_the_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the model that is served stays, however old, and of the others that written last."""
     monkeypatch.setattr(host_tier, "MAX_NAMESPACES", 2)

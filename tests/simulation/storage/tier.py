@@ -30,6 +30,7 @@ from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.host_tier.index import DropReason, Recovered
+from kvferry.transfer.host_tier.rows import verify_rows
 from tests.simulation.clock import Clock, Violation, expect
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.prompts import GARBAGE, PAGE, PAGE_BYTES, content, partial_content
@@ -259,6 +260,7 @@ class SimTier(HostTier):
     ) -> None:
         self._clock, self._sim_rows, self._failing = process.clock, rows, failing
         self._readers: Counter[int] = Counter()  # by row, restores that are not judged yet
+        self._lent: set[int] = set()  # rows that may be sent
         self._claimed: dict[int, bytes] = {}  # row -> what it is said to hold
         self._host: PagePool | None = None
         super().__init__(cast(PoolMemory, pool), rows, len(rows.buffer) // PAGE_BYTES, checksums=checksums)
@@ -325,6 +327,9 @@ class SimTier(HostTier):
     # -- steps of copies ---------------------------------------------------------------------------------------------
 
     def _steps(self, work: Work) -> list[Step]:
+        if cast(Any, work).func is verify_rows:  # of a loan, which reads them as long as it lasts
+            self._lent.update(cast(Any, work).args[1].tolist())
+            return []
         device, rows, known = cast(Any, work).args
         moving = self._copies.enter(device, rows, known is not None)
         steps: list[Step] = [partial(self._copies.move_some, moving)]
@@ -335,20 +340,31 @@ class SimTier(HostTier):
     def _damage(self, rows: list[int]) -> None:
         random = self._clock.random
         # Not those whose bytes another one may have read as they were, or has verified for all that follow.
-        rows = [row for row in rows if self._readers[row] == 1 and self._verify[row]]
+        rows = [row for row in rows if self._readers[row] == 1 and self._verify[row] and row not in self._lent]
         if not rows:
             return
         self._clock.counts["rows that were damaged"] += 1
         self._sim_rows.damage(random.choice(rows), random.randrange(PAGE_BYTES))
 
     def _ended(self, work: Work) -> None:
+        if cast(Any, work).func is verify_rows:
+            return
         self._copies.leave(cast(Any, work).args[0])
 
     # -- what is judged ----------------------------------------------------------------------------------------------
 
     def forget(self, rows: Sequence[int]) -> None:
         self._copies.check_left(rows, "freed")
+        self._lent.difference_update(rows)
         super().forget(rows)
+
+    def verify(self, rows: Sequence[int], done: Callable[[Collection[int]], None]) -> None:
+        def judged(wrong: Collection[int]) -> None:
+            self._clock.counts["rows that were verified to be lent"] += len(rows)
+            self._clock.counts["rows to be lent with a wrong checksum"] += len(wrong)
+            done(wrong)
+
+        super().verify(rows, judged)
 
     def start(self, started: CopyStarted, done: CopyDone) -> None:
         copy = started.copy

@@ -85,7 +85,7 @@ async def fetch_and_compute(pair: Pair, prompt: Prompt, name: RequestName) -> in
     matched = (await prefill.client.begun(name)).matched_tokens
     assert prefill.wrong(prompt, blocks, 0, matched) == []
     prefill.compute(prompt, blocks, matched, prompt.tokens)
-    prefill.client.progress(name, prompt.tokens, blocks[named:])
+    prefill.client.progress(name, prompt.tokens, blocks[named if matched else 0 :])
     prefill.client.aux(name, b"first")
     await prefill.client.ended(name, 20)
     prefill.give_back(blocks)

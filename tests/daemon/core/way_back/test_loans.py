@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
-from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, StartCopy
+from kvferry.daemon.core.effects import EndSend, FailAsk, OpenSend, StartCopy, VerifyRows
 from kvferry.daemon.core.way_back.loans import MAX_LOANS
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
 from kvferry.radix.digests import DIGEST_BYTES
+from tests.daemon.core.test_block_guards import Decode as BlockDecode
 from tests.daemon.core.test_decode_guards import cached, end_copies, in_the_host_tier
 from tests.regressions.request_cores import NAMESPACE, OTHER_TENANT, PAGE, Decode, digests, name
 
@@ -262,3 +263,70 @@ def test_the_end_of_a_session_ends_its_loans_alone() -> None:
     assert side.core.returns.active == 1 and side.cache.locks == 1
     over(side)  # it is late
     assert side.core.returns.active == 1
+
+
+# -- out of the host tier, below an engine's blocks ----------------------------------------------------------------
+
+
+def below_blocks(pages: int = 3) -> BlockDecode:
+    side = BlockDecode()
+    side.stored(pages)
+    return side
+
+
+def lend_rows(side: BlockDecode, ask: peer.Ask, deadline: float = 10.0) -> tuple[int, ...]:
+    """Rows that are to be verified before they are sent."""
+    side.core.returns.lend(SESSION, ask, deadline, 0.0)
+    side.take()
+    (verify,) = side.of(VerifyRows)
+    assert (verify.session, verify.transfer) == (SESSION, ask.transfer) and not side.of(OpenSend)
+    return verify.rows
+
+
+def verified(side: BlockDecode, *wrong: int, number: int = 1) -> None:
+    side.core.returns.verified(SESSION, number, wrong, 0.0)
+    side.take()
+
+
+def test_what_an_engine_with_blocks_has_in_the_host_tier_is_lent_once_it_is_verified() -> None:
+    side = below_blocks()
+    assert side.core.returns.found(NAMESPACE, digests("x", 5)) == 3
+    rows = lend_rows(side, wanted(first=1, pages=2))
+    assert len(rows) == 2 and side.cache.locks == 1
+    verified(side)
+    (send,) = side.of(OpenSend)
+    assert send.from_rows and (send.first_page, send.page_ids, send.pages_ready) == (1, rows, 3)
+    side.core.returns.over(SESSION, 1, 0.0, completed=True)
+    assert side.cache.locks == 0 and side.core.returns.counters.completed == 1
+
+
+def test_rows_that_are_not_as_they_were_written_are_sent_to_nobody() -> None:
+    side = below_blocks()
+    rows = lend_rows(side, wanted())
+    verified(side, rows[1])
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_UNAVAILABLE and not side.of(OpenSend)
+    assert side.cache.locks == 0 and side.core.returns.active == 0
+    assert side.held() == 1, "what is behind the first wrong page is forgotten with it"
+    assert side.cache.tiers.mismatched == 1
+
+
+@pytest.mark.parametrize("ends", ["no longer wanted", "session over", "too late"])
+def test_what_ends_while_it_is_verified_is_not_sent(ends: str) -> None:
+    side = below_blocks()
+    rows = lend_rows(side, wanted(), deadline=1.0)
+    if ends == "session over":
+        side.core.returns.session_down(SESSION, 0.0)
+    else:
+        if ends == "too late":
+            side.core.tick(2.0)
+        else:
+            side.core.returns.ask_end(SESSION, 1, 0.0)
+        side.take()
+        assert side.of(EndSend) and bool(side.of(FailAsk)) is (ends == "too late")
+        verified(side, rows[0])
+        assert not side.of(OpenSend) and not side.of(FailAsk), "its end is said already"
+        side.core.returns.over(SESSION, 1, 2.0, completed=False)
+    assert side.cache.locks == 0
+    verified(side)
+    assert not side.seen and side.held() == 3
