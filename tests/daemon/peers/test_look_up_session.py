@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from kvferry.daemon.peers.handshake import LOOK_UP, WAY_BACK, hello_of, looks_up
 from kvferry.daemon.peers.sending import SendingSession
 from kvferry.daemon.peers.session import OUTGOING_BYTES, SessionBroken, SessionMeters
 from kvferry.daemon.sides.fetching import _FetchEvents
+from kvferry.daemon.sides.tiers import SideTiers
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto.limits import MAX_LOOKED_UP_PAGES
@@ -128,6 +130,17 @@ def test_who_is_excluded_learns_and_gets_nothing(settings: dict[str, Any]) -> No
     ask = peer.Ask(transfer=1, name=NAME, namespace_id=side.tenants[0].id, pages=1, digests=b"1" * DIGEST_BYTES)
     side.returns.on_ask(sending, ask)
     assert len(sending.failed) == 1 and side.cache.locks == 0
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_below_an_engines_blocks_a_host_tier_is_lent_from_if_it_can_be_sent(
+    can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, sending = decode()
+    side.cache.limits = replace(side.cache.limits, in_blocks=True)
+    monkeypatch.setattr(SideTiers, "can_be_sent", property(lambda tiers: can))
+    assert (LOOK_UP in hello_of(side).capabilities) is can
+    assert answer(side, sending) == can
 
 
 def test_a_daemon_that_drains_lends_nothing() -> None:

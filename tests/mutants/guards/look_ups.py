@@ -23,7 +23,7 @@ _LENT = (
         "what is gone is not lent",
         _LOANS,
         "Loans._lend",
-        "namespace is None or self._cache.readable(namespace, ask.digests) < end:",
+        "namespace is None or self._readable(namespace, ask.digests) < end:",
         "namespace is None:",
         LOANS,
     ),
@@ -298,4 +298,48 @@ _ENDED = (
     ),
 )
 
-GUARDS = (*_LENT, *_ASKED, *_AGREED, *_ENDED)
+_OF_ROWS = (
+    Guard(
+        "rows of the host tier are verified before they are lent",
+        _LOANS,
+        "Loans._lend",
+        "self._outbox.put(VerifyRows(session, ask.transfer, loan.rows))",
+        "self._outbox.put(OpenSend(session, ask.transfer, loan.first_page, loan.rows, end, from_rows=True))",
+        LOANS,
+    ),
+    Guard("wrong rows are lent to nobody", _LOANS, "Loans.verified", "if not wrong:", "if True:", LOANS),
+    Guard(
+        "what has ended while it was verified is not sent",
+        _LOANS,
+        "Loans.verified",
+        " or loan.ending",
+        "",
+        LOANS,
+    ),
+    Guard(
+        "rows that are wrong leave the tree",
+        _LOANS,
+        "Loans.verified",
+        "loan.lock = forget_path(loan.namespace.tree, loan.lock, loan.digests, loan.first_page + good)",
+        "pass",
+        LOANS,
+    ),
+    Guard(
+        "a row that has a checksum is verified by it",
+        "daemon/memory/host_tier.py",
+        "HostTier.verify",
+        "known = at[self._verify[at]]",
+        "known = at[:0]",
+        ("tests/daemon/memory/test_tier_file.py",),
+    ),
+    Guard(
+        "below an engine's blocks no rows are lent that no device can read",
+        "daemon/sides/returning.py",
+        "DecodeReturns._answers",
+        "if not self._side.lends:",
+        "if False:",
+        SESSIONS,
+    ),
+)
+
+GUARDS = (*_OF_ROWS, *_LENT, *_ASKED, *_AGREED, *_ENDED)
