@@ -110,13 +110,12 @@ async def events(client: httpx.AsyncClient, url: str, body: bytes) -> AsyncItera
 
 async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object], began: float) -> Reply:
     """httpx.HTTPError or RuntimeError where the server fails, or ends the reply as it goes itself."""
-    reply = Reply()
+    reply, reason = Reply(), ""
     async for event in events(client, url + CHAT, json.dumps(asked).encode()):
         if event.get("usage"):
             reply.prompt_tokens = event["usage"]["prompt_tokens"]
         for choice in event["choices"]:
-            if choice.get("finish_reason") == "abort":  # as the engine of another data-parallel rank that was killed
-                raise RuntimeError(f"{url} aborted it behind {len(reply.tokens)} tokens")
+            reason = choice.get("finish_reason") or reason
             text = choice["delta"].get("content")
             if text and not reply.ttft_s:
                 reply.ttft_s = time.monotonic() - began
@@ -124,6 +123,8 @@ async def streamed(client: httpx.AsyncClient, url: str, asked: dict[str, object]
             for item in (choice.get("logprobs") or {}).get("content") or []:
                 others = [top["logprob"] for top in item["top_logprobs"] if top["token"] != item["token"]]
                 reply.tokens.append(Token(item["token"], item["logprob"], max(others, default=-1e9)))
+    if reason in ("", "abort"):  # as an engine whose sister rank was killed; of nothing it says no reason
+        raise RuntimeError(f"{url} ended it behind {len(reply.tokens)} tokens by itself")
     reply.seconds = time.monotonic() - began
     reply.ttft_s = reply.ttft_s or reply.seconds
     return reply

@@ -105,7 +105,7 @@ def run_way(
     spec, load = spec_of(way, stored)
     spec = replace(spec, ranks=ranks)
     if load not in references:
-        with Cluster(Spec()) as cluster:
+        with Cluster(Spec(ranks=ranks)) as cluster:
             references[load] = asyncio.run(run_chats(cluster.alone().url, load))
     reference = references[load]
     said = texts(reference)

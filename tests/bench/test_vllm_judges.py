@@ -294,7 +294,7 @@ def test_what_fails_as_a_rank_is_killed_is_asked_again_and_counted_apart(
 def test_a_reply_that_its_server_aborts_is_none(bench: SimpleNamespace) -> None:
     """vLLM says so of what it was at, when the engine of another data-parallel rank is killed."""
 
-    async def reply_that_ends(reason: str) -> Any:
+    async def reply_that_ends(reason: str | None) -> Any:
         event = {"choices": [{"delta": {"content": ""}, "finish_reason": reason}]}
         content = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
         answers = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
@@ -302,8 +302,9 @@ def test_a_reply_that_its_server_aborts_is_none(bench: SimpleNamespace) -> None:
             return await bench.chat.streamed(client, "http://d", {}, time.monotonic())
 
     assert asyncio.run(reply_that_ends("stop")).tokens == []
-    with pytest.raises(RuntimeError, match="http://d aborted it behind 0 tokens"):
-        asyncio.run(reply_that_ends("abort"))
+    for reason in ("abort", None):
+        with pytest.raises(RuntimeError, match="http://d ended it behind 0 tokens by itself"):
+            asyncio.run(reply_that_ends(reason))
 
 
 def test_tokens_that_differ_are_wrong_but_at_ties(bench: SimpleNamespace) -> None:
