@@ -35,12 +35,10 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 from kvferry.proto.limits import REQUEST_ID_BYTES
 from kvferry.transfer.geometry.namespace import NamespaceFacts
-from kvferry.waiting import within
 
 log = logging.getLogger(__name__)
 
 SPILL_PAGES = 256  # of one step at the end
-ATTACH_SECONDS = 0.5  # that the growth of the host tier waits for the first workers
 LATE_SECONDS = 0.1  # of a tick: by more the daemon stood still
 
 CoreT = TypeVar("CoreT", bound=Core)
@@ -168,14 +166,7 @@ class Side(Generic[CoreT]):
     def tiers_made(self, cache: Cache) -> None:
         self.core = self.make_core(cache)
         if cache.host is not None:
-            self.tasks.start(self._grow_host())
-
-    async def _grow_host(self) -> None:
-        """Behind the attachment of the worker for which the tiers were made: what maps the pool would wait for the
-        driver again and again, which pins memory meanwhile."""
-        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-            await within(ATTACH_SECONDS, self.workers.all_attached.wait())
-        await self.tiers.grow_host()
+            self.tasks.start(self.tiers.grow_host())
 
     # -- its workers (workers.WorkerEnds) ------------------------------------------------------------------------
 

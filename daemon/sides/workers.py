@@ -119,7 +119,6 @@ class SideWorkers:
 
     def __init__(self, path_prefix: str, ends: WorkerEnds, tasks: SideTasks) -> None:
         self.here: dict[int, Worker] = {}  # by number
-        self.all_attached = asyncio.Event()  # once those that were here have been, each
         self._lost: dict[int, Worker] = {}
         self._path_prefix = path_prefix
         self._ends = ends
@@ -171,8 +170,6 @@ class SideWorkers:
                 f" that what it queued on a GPU is over: {SEEN_WITH}"
             )
         worker.attached = True
-        if all(each.attached for each in self.here.values()):
-            self.all_attached.set()
 
     def leave(self, worker: Worker) -> None:
         """Takes the worker out of those that are here: its stream has ended."""

@@ -19,12 +19,10 @@ from kvferry.daemon.memory import growing_rows
 from kvferry.daemon.observe.stats import side_stats
 from kvferry.daemon.server import Daemon
 from kvferry.daemon.services.admin import AdminService
-from kvferry.daemon.sides import side as sides
 from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2, common_pb2
 from kvferry.transfer.host_tier.rows import FileRows
-from kvferry.transfer.mapping.segment import FileLock
 from tests.daemon.daemons import config_of, started
 from tests.daemon.test_daemon_end import hello, until
 
@@ -82,30 +80,6 @@ def test_a_flush_is_refused_until_all_is_read(tmp_path: Path, go_on: threading.E
             await until(lambda: not side.tiers.reads_file)
             assert host.pages == side.cache.host_asked
             assert await service.Flush(request, call) == admin.FlushReply()
-
-    asyncio.run(story())
-
-
-def test_it_grows_once_the_first_engine_has_the_pool(
-    tmp_path: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its mapping of the pool would wait for the driver, which pins memory then."""
-    monkeypatch.setattr(sides, "ATTACH_SECONDS", 30.0)
-    go_on.set()
-
-    async def story() -> None:
-        async with served(config_of(tmp_path, host_bytes=4 * MADE), go_on) as daemon:
-            side = daemon.sides["decode"]
-            worker, _ = await side.register(hello())
-            host = side.cache.host
-            assert host is not None
-            await asyncio.sleep(0.3)
-            assert host.pages == 0
-            lock = FileLock.open(worker.lock.path)
-            assert lock.try_acquire()
-            side.workers.attach(worker)
-            await until(lambda: host.pages == side.cache.host_asked)
-            lock.close()
 
     asyncio.run(story())
 

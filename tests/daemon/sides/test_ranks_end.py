@@ -71,22 +71,6 @@ def test_an_engine_is_gone_when_the_end_of_each_rank_is_proven(
     asyncio.run(asyncio.wait_for(story(), 20))
 
 
-def test_all_are_attached_with_the_last_rank(tmp_path: Path) -> None:
-    async def story() -> None:
-        workers = SideWorkers(str(tmp_path / "worker-"), WorkerEnds(), SideTasks("decode"))
-        ranks = [workers.make("w", bytes(32), ()) for _ in range(2)]
-        for rank in ranks:
-            workers.enter(rank)
-        for rank in ranks:
-            assert not workers.all_attached.is_set()
-            lock = held_lock(rank.lock.path)
-            workers.attach(rank)
-            lock.close()
-        assert workers.all_attached.is_set()
-
-    asyncio.run(story())
-
-
 def test_a_request_that_a_rank_opens_behind_the_end_of_another_is_not_taken(tmp_path: Path) -> None:
     """Nobody would end it: to the core its worker is lost."""
 

@@ -14,14 +14,6 @@ OF_WAITS = ("tests/daemon/memory/test_waits.py",)
 
 GROWTH = (
     Guard(
-        "memory is pinned once the first engine has the pool",
-        "daemon/sides/side.py",
-        "Side._grow_host",
-        "await within(ATTACH_SECONDS, self.workers.all_attached.wait())",
-        "pass",
-        ("tests/daemon/test_host_growth.py",),
-    ),
-    Guard(
         "rows that were found are nobody's before they are taken in",
         "daemon/core/cache.py",
         "Cache.grow_host",
