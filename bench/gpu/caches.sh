@@ -42,13 +42,13 @@ drafts() { # METHOD KIND 'more of its configuration' TOKENS
 }
 
 storm() { # CASE KIND RANKS
-  local name=${1//:/-}
+  local name=${1//:/-} layout=()
   export VLLM_BENCH_LOGS=$HOME/logs/$name VLLM_MODEL VLLM_FLAGS=$FLAGS
   echo "==== $name"
   VLLM_MODEL=$(model "$2")
   # Ranks of unlike numbers share heads only where these are outermost in a block.
-  [ "${3%:*}" = "${3#*:}" ] || export VLLM_KV_CACHE_LAYOUT=HND
-  VLLM_DEVICES=cuda:0,cuda:1 timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/chaos.py --pool engine --ranks "$3" \
+  [ "${3%:*}" = "${3#*:}" ] || layout=(VLLM_KV_CACHE_LAYOUT=HND)
+  env "${layout[@]}" VLLM_DEVICES=cuda:0,cuda:1 timeout "${CASE_SECONDS:-200}" $PYTHON bench/vllm/chaos.py --pool engine --ranks "$3" \
     --aborts "${ABORTS:-100}" --restarts "${RESTARTS:-10}" --rank-kills "${RANK_KILLS:-1}" --output "$OUT_DIR/$name.txt" 2>&1 | tail -30
 }
 

@@ -40,6 +40,7 @@ CopyDone = Callable[[int, Sequence[int], int, float], None]
 of copies of one kind that run together add up to the time in which any did."""
 
 
+VERIFIED_AT_A_TIME = 64  # rows of what is lent
 TAKEN_AT_A_TIME = 4096  # entries of a file: 5 ms for those of prompts as they were written
 
 
@@ -76,6 +77,7 @@ class HostTier:
         # Threads of their own: a restore, which a request waits for, is not behind the spills.
         self._spills = CopyThreads(memory.tier_copies, "kvferry-spill")
         self._restores = CopyThreads(memory.tier_copies, "kvferry-restore")
+        self._verifying = CopyThreads(1, "kvferry-verify")  # what is lent: no restore waits behind it
         self._growth = CopyThreads(1, "kvferry-host-growth")
         self._running: set[asyncio.Future[_Outcome] | asyncio.Future[list[int]]] = set()
         self._busy = (Busy(), Busy())  # with spills, and with restores
@@ -85,11 +87,12 @@ class HostTier:
     @property
     def workers(self) -> dict[str, Executor]:
         """The threads whose progress is watched."""
-        return {"spill worker": self._spills.executor, "restore worker": self._restores.executor}
+        watched = {"spill": self._spills, "restore": self._restores, "verify": self._verifying}
+        return {f"{name} worker": threads.executor for name, threads in watched.items()}
 
     def oldest(self, now: float) -> float:
         """Seconds for which the oldest copy has run, as those who ask saw it; 0: none does."""
-        return max(self._spills.oldest(now), self._restores.oldest(now))
+        return max(threads.oldest(now) for threads in (self._spills, self._restores, self._verifying))
 
     @property
     def survives(self) -> bool:
@@ -117,7 +120,7 @@ class HostTier:
         those before it stay. Cancelled, it ends when its chunk has."""
         began, found, there = time.perf_counter(), Found(), self._there
         try:
-            there.warn()
+            await complete(self._growth.submit(there.warn))  # it looks through a file that there is
             for chunk in there.chunks():
                 held = await complete(self._growth.submit(partial(there.make, *chunk)))
                 if self._closing or self._halted:
@@ -203,29 +206,43 @@ class HostTier:
 
         future.add_done_callback(finished)
 
-    def verify(self, rows: Sequence[int], done: Callable[[Collection[int]], None]) -> None:
-        """Looks whether rows are as they were written; `done` hears the wrong ones, or nothing where the tier ends. Who
-        has them freed meanwhile does not ask any more."""
+    def verify(self, rows: Sequence[int], done: Callable[[Collection[int] | None], None]) -> None:
+        """Looks whether rows are as they were written; `done` hears the wrong ones, None where that could not be found
+        out, or nothing where the tier ends. Who has them freed meanwhile does not ask any more."""
         if self._closing or self._halted:
             return
         at = np.asarray(rows, np.int64)
         known = at[self._verify[at]]
-        size, sums = self._there.row_bytes, self._sums[known]
-        future = self._restores.submit(partial(verify_rows, self._rows.buffer, known, size, sums))
+        future = self._verifying.submit(partial(self._wrong_of, known, self._sums[known]))
         self._running.add(future)
 
         def finished(result: asyncio.Future[list[int]]) -> None:
             self._running.discard(result)
             if result.cancelled():
                 return
-            if (error := result.exception()) is not None:
+            error = result.exception()
+            if self._halted or self._closing:
+                return
+            if error is not None:
                 log.error("%d rows could not be verified: %s", len(rows), error)
-            if not self._halted and not self._closing:
-                wrong = list(rows) if error is not None else result.result()
-                self._restored(rows, _Outcome(wrong, len(wrong)))
-                done(wrong)
+                done(None)
+                return
+            wrong = result.result()
+            if wrong:
+                log.warning("%d of %d rows that were to be sent have wrong checksums", len(wrong), len(rows))
+            self._restored(rows, _Outcome(wrong, len(wrong)))
+            done(wrong)
 
         future.add_done_callback(finished)
+
+    def _wrong_of(self, rows: NDArray[np.int64], sums: NDArray[np.uint64]) -> list[int]:
+        """On the thread for that."""
+        wrong: list[int] = []
+        for start in range(0, len(rows), VERIFIED_AT_A_TIME):
+            part = slice(start, start + VERIFIED_AT_A_TIME)
+            wrong += verify_rows(self._rows.buffer, rows[part], self._there.row_bytes, sums[part])
+            self._verifying.step()
+        return wrong
 
     def attach(self, memory: PoolMemory) -> None:
         """The device pool's memory, before the first copy."""
@@ -253,11 +270,11 @@ class HostTier:
         go.
         """
         self._closing = True
-        for threads in (self._spills, self._restores, self._growth):
+        for threads in (self._spills, self._restores, self._verifying, self._growth):
             threads.executor.shutdown(wait=False, cancel_futures=True)
         while self._running:
             await asyncio.wait(self._running)
-        for threads in (self._spills, self._restores):
+        for threads in (self._spills, self._restores, self._verifying):
             threads.close()
         await complete(asyncio.to_thread(self._growth.close))  # of a chunk that is being made: seconds
         await complete(asyncio.to_thread(self.discard))

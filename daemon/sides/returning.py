@@ -61,11 +61,11 @@ class DecodeReturns:
         elif isinstance(effect, EndSend):  # it is over, with all its copies
             self._over(effect.session, effect.transfer, completed=False)
 
-    def _verified(self, session: int, transfer: int, wrong: Collection[int]) -> None:
+    def _verified(self, session: int, transfer: int, wrong: Collection[int] | None) -> None:
         self._side.ready_core.returns.verified(session, transfer, wrong, self._side.now())
         self._side.flush()
 
-    def effect_failed(self, effect: SendEffect | VerifyRows, message: str) -> None:
+    def effect_failed(self, effect: SendEffect, message: str) -> None:
         sending, _ = self._sendings.get(effect.session, (None, ""))
         if sending is not None:
             sending.session.break_off(message)

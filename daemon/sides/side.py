@@ -104,8 +104,8 @@ class Side(Generic[CoreT]):
 
     @property
     def lends(self) -> bool:
-        """Whether it takes part in look-ups, if it is to: a decode side whose device pages are an engine's blocks has
-        what it caches in its host tier."""
+        """Whether it takes part in look-ups, if it is to. Below an engine's blocks a decode side caches in its host
+        tier alone."""
         return self.role == "prefill" or not self.cache.limits.in_blocks or self.tiers.can_be_sent
 
     @property

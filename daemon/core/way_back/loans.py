@@ -62,6 +62,7 @@ class Loans:
         self._waiting = waiting
         self._excluded = excluded
         self._open: dict[tuple[int, int], _Loan] = {}  # by (session, transfer)
+        self._verified_now: set[tuple[int, int]] = set()  # whose rows are looked at, though the loan may have ended
 
     def __len__(self) -> int:
         return len(self._open)
@@ -88,9 +89,9 @@ class Loans:
                 f"digests has {len(ask.digests)} bytes; first_page {ask.first_page} + pages {ask.pages} need "
                 f"{end} x {DIGEST_BYTES}, at most {MAX_LOOKED_UP_PAGES} x {DIGEST_BYTES}"
             )
-        lent = sum(key[0] == session for key in self._open)
+        lent = sum(key[0] == session for key in self._open.keys() | self._verified_now)
         if lent >= MAX_LOANS:
-            return exhausted(f"{lent} transfers of what was looked up are open; the bound is {MAX_LOANS}")
+            return exhausted(f"{lent} transfers of what was looked up are open or verified; the bound is {MAX_LOANS}")
         return None
 
     def _lend(self, session: int, ask: peer.Ask, deadline: float) -> RequestError | None:
@@ -109,6 +110,7 @@ class Loans:
         self._counters.opened += 1
         if self._cache.limits.in_blocks:
             loan.rows = tuple(namespace.tree.path_rows(lock)[ask.first_page : end])
+            self._verified_now.add((session, ask.transfer))
             self._outbox.put(VerifyRows(session, ask.transfer, loan.rows))
         else:
             page_ids = tuple(namespace.tree.path_pages(lock)[ask.first_page : end])
@@ -120,21 +122,23 @@ class Loans:
             return namespace.tree.match(digests).pages
         return self._cache.readable(namespace, digests)
 
-    def verified(self, session: int, transfer: int, wrong: Collection[int]) -> None:
-        """VerifyRows is over; `wrong`: rows that are not as they were written. What has ended meanwhile is none of
-        these any more."""
+    def verified(self, session: int, transfer: int, wrong: Collection[int] | None) -> None:
+        """VerifyRows is over; `wrong`: rows that are not as they were written; None: it could not be found out. What
+        has ended meanwhile is none of these any more."""
+        self._verified_now.remove((session, transfer))
         loan = self._open.get((session, transfer))
         if loan is None or loan.ending:
             return
         end = loan.first_page + len(loan.rows)
-        if not wrong:
+        if wrong is not None and not wrong:
             self._outbox.put(OpenSend(session, transfer, loan.first_page, loan.rows, end, from_rows=True))
             return
-        self._cache.tiers.mismatched += len(wrong)
-        good = next(i for i, row in enumerate(loan.rows) if row in wrong)
-        loan.lock = forget_path(loan.namespace.tree, loan.lock, loan.digests, loan.first_page + good)
-        loan.failure = "wrong_checksum"
-        self._outbox.put(FailAsk(session, transfer, unavailable("a page in the host tier is not as it was written")))
+        if wrong:
+            self._cache.tiers.mismatched += len(wrong)
+            good = next(i for i, row in enumerate(loan.rows) if row in wrong)
+            loan.lock = forget_path(loan.namespace.tree, loan.lock, loan.digests, loan.first_page + good)
+        loan.failure = "wrong_checksum" if wrong else "not_verified"
+        self._outbox.put(FailAsk(session, transfer, unavailable("pages in the host tier are not as they were written")))
         self.closed(session, transfer, completed=False)
 
     def _open_namespace(self, namespace_id: bytes) -> Namespace | None:

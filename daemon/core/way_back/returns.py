@@ -215,8 +215,8 @@ class ReturnSteps:
         self._returns.lend(session, ask, deadline)
         self._pump(now)
 
-    def verified(self, session: int, transfer: int, wrong: Collection[int], now: float) -> None:
-        """VerifyRows is over; `wrong`: rows of it that are not as they were written."""
+    def verified(self, session: int, transfer: int, wrong: Collection[int] | None, now: float) -> None:
+        """VerifyRows is over; `wrong`: rows of it that are not as they were written; None: that is not known."""
         self._returns.loans.verified(session, transfer, wrong)
         self._pump(now)
 

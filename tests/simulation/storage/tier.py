@@ -7,8 +7,7 @@ holds its digest's bytes; and of what the file of a killed daemon has, every ent
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +29,15 @@ from kvferry.radix.pool import PagePool, PageState
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.host_tier.index import DropReason, Recovered
-from kvferry.transfer.host_tier.rows import verify_rows
-from tests.simulation.clock import Clock, Violation, expect
+from tests.simulation.clock import Clock, expect
 from tests.simulation.loops import ProcessLoop
 from tests.simulation.prompts import GARBAGE, PAGE, PAGE_BYTES, content, partial_content
 from tests.simulation.storage.disk import SimDisk, SimRows
 from tests.simulation.storage.memory import Access
 from tests.simulation.storage.parts import SimPoolMemory
+from tests.simulation.storage.threads import SimThreads, Step, Work
 
 _READABLE = (PageState.CACHED, PageState.RESTORING)  # rows
-
-Work = Callable[[], Any]
-Step = Callable[[], None]
 
 
 class Rows(Protocol):
@@ -95,68 +91,6 @@ class LooseRows:
 
     def close(self) -> None:
         pass
-
-
-class SimThreads:
-    """`CopyThreads` of a process on virtual time: so many copies at a time, in the order in which they come, each in
-    steps; the last of them is the work."""
-
-    def __init__(
-        self, process: ProcessLoop, count: int, steps: Callable[[Work], list[Step]], ended: Callable[[Work], None]
-    ) -> None:
-        self.count = count
-        self.executor = self
-        self._process, self._steps, self._ended = process, steps, ended
-        self._waiting: deque[tuple[Work, asyncio.Future[Any], list[Step]]] = deque()
-        self._since: dict[asyncio.Future[Any], float] = {}  # of copies that run
-
-    def submit(self, work: Work) -> asyncio.Future[Any]:
-        future = self._process.create_future()
-        self._waiting.append((work, future, self._steps(work)))
-        self._begin()
-        return future
-
-    def _begin(self) -> None:
-        while self._waiting and len(self._since) < self.count:
-            work, future, steps = self._waiting.popleft()
-            self._since[future] = self._process.time()
-            self._later(work, future, steps)
-
-    def _later(self, work: Work, future: asyncio.Future[Any], steps: list[Step]) -> None:
-        seconds = self._process.clock.between(0.0001, 0.005)
-        self._process.call_later(seconds, self._step, work, future, steps)
-
-    def _step(self, work: Work, future: asyncio.Future[Any], steps: list[Step]) -> None:
-        if steps:
-            steps.pop(0)()
-            self._later(work, future, steps)
-            return
-        try:
-            result, error = work(), None
-        except Violation:
-            raise
-        except Exception as raised:
-            result, error = None, raised
-        del self._since[future]
-        self._ended(work)
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-        self._begin()
-
-    def oldest(self, now: float) -> float:
-        return now - min(self._since.values(), default=now)
-
-    def shutdown(self, *, wait: bool, cancel_futures: bool = False) -> None:
-        while cancel_futures and self._waiting:
-            work, future, _ = self._waiting.popleft()
-            self._ended(work)
-            future.cancel()
-        expect(not (wait and self._since), "the loop's thread waits for copies that run")
-
-    def close(self) -> None:
-        self.shutdown(wait=True)
 
 
 @dataclass(slots=True)
@@ -267,6 +201,8 @@ class SimTier(HostTier):
         for name in ("_spills", "_restores"):  # threads without a thread until now
             cast(CopyThreads, getattr(self, name)).close()
             setattr(self, name, SimThreads(process, pool.tier_copies, self._steps, self._ended))
+        self._verifying.close()
+        self._verifying = cast(CopyThreads, SimThreads(process, 1, self._lends, lambda work: None))
         self._growth.close()
         self._growth = cast(CopyThreads, SimThreads(process, 1, lambda work: [], lambda work: None))
         pages = self._there.asked
@@ -327,15 +263,17 @@ class SimTier(HostTier):
     # -- steps of copies ---------------------------------------------------------------------------------------------
 
     def _steps(self, work: Work) -> list[Step]:
-        if cast(Any, work).func is verify_rows:  # of a loan, which reads them as long as it lasts
-            self._lent.update(cast(Any, work).args[1].tolist())
-            return []
         device, rows, known = cast(Any, work).args
         moving = self._copies.enter(device, rows, known is not None)
         steps: list[Step] = [partial(self._copies.move_some, moving)]
         if known is not None and known.any() and self._clock.chance(self._failing):
             steps.insert(0, partial(self._damage, rows[known].tolist()))
         return steps
+
+    def _lends(self, work: Work) -> list[Step]:
+        """A loan reads its rows as long as it lasts."""
+        self._lent.update(cast(Any, work).args[0].tolist())
+        return []
 
     def _damage(self, rows: list[int]) -> None:
         random = self._clock.random
@@ -347,8 +285,6 @@ class SimTier(HostTier):
         self._sim_rows.damage(random.choice(rows), random.randrange(PAGE_BYTES))
 
     def _ended(self, work: Work) -> None:
-        if cast(Any, work).func is verify_rows:
-            return
         self._copies.leave(cast(Any, work).args[0])
 
     # -- what is judged ----------------------------------------------------------------------------------------------
@@ -358,10 +294,9 @@ class SimTier(HostTier):
         self._lent.difference_update(rows)
         super().forget(rows)
 
-    def verify(self, rows: Sequence[int], done: Callable[[Collection[int]], None]) -> None:
-        def judged(wrong: Collection[int]) -> None:
+    def verify(self, rows: Sequence[int], done: Callable[[Collection[int] | None], None]) -> None:
+        def judged(wrong: Collection[int] | None) -> None:
             self._clock.counts["rows that were verified to be lent"] += len(rows)
-            self._clock.counts["rows to be lent with a wrong checksum"] += len(wrong)
             done(wrong)
 
         super().verify(rows, judged)

@@ -131,10 +131,11 @@ class Storm:
         held = chosen.randrange(prompt.tokens // PAGE) * PAGE if number % 2 else 0
         here.compute(prompt, blocks, 0, held)
 
+        came: list[int] = []
+
         async def pushes(client: DaemonClient) -> None:
             if held:
-                matched = await fetch_and_push(client, prompt, name, sources, there)
-                self.fetched += matched > 0
+                came.append(await fetch_and_push(client, prompt, name, sources, there))
             else:
                 await push(client, prompt, name, sources)
 
@@ -145,6 +146,7 @@ class Storm:
         _, arrived = await asyncio.gather(pushed, fetched)
         if arrived:
             self.served += 1
+            self.fetched += bool(came) and len({*came}) == 1 and came[0] > 0
             assert here.wrong(prompt, blocks, 0, prompt.tokens) == []
         else:
             self.left += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +39,7 @@ async def another_decode(stack: Stack, pair: Pair) -> BlockEngine:
     return await replace(pair.decode, socket=socket).connect()
 
 
-async def move(stack: Stack, pair: Pair, prompt: Prompt, before: object = None) -> int:
+async def move(stack: Stack, pair: Pair, prompt: Prompt, before: Callable[[], None] | None = None) -> int:
     """Has the prompt computed for one decode engine, which stores it, and then for another, which has never seen it.
     The tokens that came back to prefill's engine."""
     blocks, _ = await pair.hand_over(prompt)
@@ -47,7 +48,7 @@ async def move(stack: Stack, pair: Pair, prompt: Prompt, before: object = None) 
     other = await another_decode(stack, pair)
     while [peer.state for peer in side_stats(other.socket).peers] != ["up"]:
         await asyncio.sleep(0.02)
-    if callable(before):
+    if before is not None:
         before()
     name, blocks = new_name(), other.take(TOKENS)
     matched, admitted = await asyncio.gather(

@@ -311,6 +311,31 @@ def test_rows_that_are_not_as_they_were_written_are_sent_to_nobody() -> None:
     assert side.cache.tiers.mismatched == 1
 
 
+def test_rows_of_which_nothing_could_be_found_out_are_lent_to_nobody_and_stay() -> None:
+    side = below_blocks()
+    lend_rows(side, wanted())
+    side.core.returns.verified(SESSION, 1, None, 0.0)
+    side.take()
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_UNAVAILABLE and side.cache.locks == 0
+    assert side.held() == 3 and side.cache.tiers.mismatched == 0
+
+
+def test_what_is_verified_counts_until_it_is_though_nobody_wants_it_any_more() -> None:
+    side = below_blocks()
+    for number in range(1, MAX_LOANS + 1):
+        lend_rows(side, wanted(number))
+        side.core.returns.ask_end(SESSION, number, 0.0)
+        side.core.returns.over(SESSION, number, 0.0, completed=False)
+    side.take()
+    side.core.returns.lend(SESSION, wanted(MAX_LOANS + 1), 10.0, 0.0)
+    side.take()
+    (failed,) = side.of(FailAsk)
+    assert failed.error.code == common.ERROR_RESOURCE_EXHAUSTED and side.core.returns.active == 0
+    verified(side, number=3)
+    lend_rows(side, wanted(MAX_LOANS + 2))
+
+
 @pytest.mark.parametrize("ends", ["no longer wanted", "session over", "too late"])
 def test_what_ends_while_it_is_verified_is_not_sent(ends: str) -> None:
     side = below_blocks()
@@ -327,6 +352,8 @@ def test_what_ends_while_it_is_verified_is_not_sent(ends: str) -> None:
         verified(side, rows[0])
         assert not side.of(OpenSend) and not side.of(FailAsk), "its end is said already"
         side.core.returns.over(SESSION, 1, 2.0, completed=False)
+        assert side.cache.locks == 0 and side.held() == 3
+        return
     assert side.cache.locks == 0
     verified(side)
     assert not side.seen and side.held() == 3
