@@ -77,7 +77,7 @@ class Simulation:
         decodes, prefills = random.choice([(1, 1), (1, 2), (2, 1)])
         self._pools = dict.fromkeys(("decode", "prefill"), "daemon")
         if self.faults.blocks:
-            decodes, prefills = 1, 1
+            decodes, prefills = 2 if self.faults.patience and seed % 2 else 1, 1
             self._pools = pools_with_blocks(self.faults, random)
             self.ranked = False
         elif (decodes, prefills) == (1, 1) and self.seed % 3 == 0:

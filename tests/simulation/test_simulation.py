@@ -138,7 +138,9 @@ MET_WITH_PATIENCE = (
     "fetches into blocks",
     "fetches that were stopped",
     "pages that came back",
+    "pages that came from another decode daemon",
     "prompts that wait in the host tier",
+    "rows that were verified to be lent",
 )
 WAITING = {with_stows: (MET_WITH_STOWS, (10,)), with_patience: (MET_WITH_PATIENCE, (9, 19))}
 MANY_WAITING = 300

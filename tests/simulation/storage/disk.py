@@ -110,6 +110,10 @@ class SimRows(FileRows):
     def unmake(self, start: int, end: int) -> None:
         """They stay."""
 
+    def of_first(self, nbytes: int) -> NDArray[np.uint8]:
+        """From which sessions send."""
+        return np.frombuffer(self.disk.rows, np.uint8)[:nbytes]
+
     def put(self, at: int, data: bytes) -> None:
         """Bytes of rows, by a copy."""
         self._log.note(self._rows, [(at, len(data))])

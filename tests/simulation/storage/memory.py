@@ -163,20 +163,22 @@ class Access:
 
 
 class RowAccess:
-    """Likewise of rows of the host tier, which are sent from there: they are their request's alone."""
+    """Likewise of rows of the host tier, which are sent from there: they are their request's alone, or stay cached."""
 
-    __slots__ = ("_generations", "_host", "_rows", "_who")
+    __slots__ = ("_generations", "_host", "_rows", "_states", "_who")
 
     def __init__(self, memory: Memory, rows: Sequence[int]) -> None:
         assert memory.host is not None
         self._host, self._who, self._rows = memory.host, memory.who, list(rows)
         self._generations = {row: self._host.generation(row) for row in rows}
+        own = self._host.state(self._rows[0]) is PageState.LEASED
+        self._states = (PageState.LEASED,) if own else (PageState.CACHED, PageState.RESTORING)
         self.touch(rows)
 
     def touch(self, rows: Sequence[int]) -> None:
         for row in rows:
             state = self._host.state(row)
-            lives = state is PageState.LEASED and self._host.generation(row) == self._generations[row]
+            lives = state in self._states and self._host.generation(row) == self._generations[row]
             expect(lives, f"{self._who}: row {row} was given away while it is sent: it is {state.name}")
 
     def end(self) -> None:

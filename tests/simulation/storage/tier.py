@@ -57,6 +57,8 @@ class Rows(Protocol):
 
     def damage(self, row: int, byte: int) -> None: ...
 
+    def of_first(self, nbytes: int) -> TierBytes: ...
+
     def close(self) -> None: ...
 
 
@@ -115,8 +117,7 @@ class TierMemory:
 
     def attach_rows(self, rows: memoryview) -> None:
         expect(rows.obj is self._rows.buffer.obj, "other rows")
-        if isinstance(self._rows, LooseRows):
-            self._pool.tier_rows = self._rows.of_first(len(rows))
+        self._pool.tier_rows = self._rows.of_first(len(rows))
 
     def detach_rows(self) -> None:
         expect(not self._moving, "copies run while their rows go")
