@@ -175,7 +175,7 @@ class DecodeSide(Side[DecodeCore]):
         self.traces.restore_begins(started.number, len(pages), owner)
 
     def effect_failed(self, effect: Effect, message: str) -> None:
-        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk | VerifyRows):
+        if isinstance(effect, OpenSend | SendProgress | EndSend | FailAsk):
             self.returns.effect_failed(effect, message)
             return
         assert isinstance(effect, StartTransfer | StopTransfer | SendDone)
