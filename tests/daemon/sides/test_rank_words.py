@@ -131,6 +131,7 @@ def test_what_rank_0_has_fetched_counts_as_waiting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rank_words, "MAX_WAITING_BYTES", 200)
     words = waiting()
     assert told(say(words, 0, fetch(*range(1000, 1200)))) == [(0, "failed"), (1, "failed"), (2, "failed")]
+    assert say(words, 1, fetch(5, 6)) == say(words, 2, fetch(5, 6)) == [], "they hear of it, and answer"
     words = waiting()
     assert say(words, 0, fetch(5, 6)) == say(words, 1, fetch(5, 6)) == []
     assert say(words, 2, fetch(5, 6)) == [Pass("fetch", fetch(5, 6))]
