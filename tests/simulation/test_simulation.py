@@ -142,7 +142,7 @@ MET_WITH_PATIENCE = (
     "prompts that wait in the host tier",
     "rows that were verified to be lent",
 )
-WAITING = {with_stows: (MET_WITH_STOWS, (10,)), with_patience: (MET_WITH_PATIENCE, (9, 19))}
+WAITING = {with_stows: (MET_WITH_STOWS, (10,)), with_patience: (MET_WITH_PATIENCE, (9, 10, 19))}
 MANY_WAITING = 300
 
 
