@@ -68,10 +68,14 @@ def token_bytes(model: Path) -> int:
     return int(2 * config["num_hidden_layers"] * heads * size * 2)
 
 
+def working_tokens(args: argparse.Namespace) -> int:
+    """Of the largest working set of the call."""
+    return max(args.at_once) * Shape(args.first, args.more, args.turns, max(args.tokens_out)).tokens
+
+
 def check_room(args: argparse.Namespace, cache: str) -> None:
     """ValueError where vLLM would not start: its blocks are to hold one prompt of the longest."""
-    shape = Shape(args.first, args.more, args.turns, max(args.tokens_out))
-    held = int(SHARES[cache] * max(args.at_once) * shape.tokens)
+    held = int(SHARES[cache] * working_tokens(args))
     if held < args.max_model_len:
         raise ValueError(
             f"--max-model-len is {args.max_model_len}; the blocks of --decode-cache {cache} hold {held} tokens: a "
@@ -80,8 +84,7 @@ def check_room(args: argparse.Namespace, cache: str) -> None:
 
 
 def spec_of(args: argparse.Namespace, cache: str, each_token: int) -> Spec:
-    shape = Shape(args.first, args.more, args.turns, max(args.tokens_out))
-    working = max(args.at_once) * shape.tokens * each_token
+    working = working_tokens(args) * each_token
     flags = (*FLAGS, "--max-model-len", str(args.max_model_len), "--load-format", args.load_format)
     return Spec(
         decode_bytes=int(SHARES[cache] * working),

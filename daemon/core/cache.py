@@ -142,8 +142,11 @@ class Cache:
         return max(0, self._slack())
 
     def readable(self, namespace: Namespace, digests: bytes) -> int:
-        """Leading pages of these that lie on the device and can be read now. Changes nothing."""
+        """Leading pages of these that can be read now: on the device, or below an engine's blocks, where nothing else
+        is cached, in the host tier. Changes nothing."""
         tree = namespace.tree
+        if self.limits.in_blocks:  # rows enter the tree once they are written
+            return tree.match(digests).pages
         return leading_readable(self.pool.states(tree.match_pages(tree.match(digests))))
 
     def fits(self, namespace: Namespace, pages: int) -> bool:

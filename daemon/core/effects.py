@@ -98,8 +98,8 @@ class OpenSend:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRows:
-    """Decode: look whether these rows of the host tier are as they were written. `verified` must follow, if the session
-    lives."""
+    """Decode: look whether these rows of the host tier are as they were written. `verified` must follow, unless the
+    tier ends."""
 
     session: int
     transfer: int

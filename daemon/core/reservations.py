@@ -141,7 +141,7 @@ class Holds:
         return self._arriving.abandoned(namespace.tree.path_pages(lock))
 
     def lock_readable(self, namespace: Namespace, digests: bytes) -> Lock:
-        """Locks the leading pages of these that lie on the device and can be read."""
+        """Locks the leading pages of these that can be read: see `Cache.readable`."""
         readable = self._cache.readable(namespace, digests)
         return namespace.tree.lock(namespace.tree.match(digests[: readable * DIGEST_BYTES]))
 

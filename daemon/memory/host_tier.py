@@ -87,12 +87,16 @@ class HostTier:
     @property
     def workers(self) -> dict[str, Executor]:
         """The threads whose progress is watched."""
-        watched = {"spill": self._spills, "restore": self._restores, "verify": self._verifying}
-        return {f"{name} worker": threads.executor for name, threads in watched.items()}
+        return {f"{name} worker": threads.executor for name, threads in self._threads.items()}
+
+    @property
+    def _threads(self) -> dict[str, CopyThreads]:
+        """All but that of growth, by what they do."""
+        return {"spill": self._spills, "restore": self._restores, "verify": self._verifying}
 
     def oldest(self, now: float) -> float:
         """Seconds for which the oldest copy has run, as those who ask saw it; 0: none does."""
-        return max(threads.oldest(now) for threads in (self._spills, self._restores, self._verifying))
+        return max(threads.oldest(now) for threads in self._threads.values())
 
     @property
     def survives(self) -> bool:
@@ -270,11 +274,11 @@ class HostTier:
         go.
         """
         self._closing = True
-        for threads in (self._spills, self._restores, self._verifying, self._growth):
+        for threads in (*self._threads.values(), self._growth):
             threads.executor.shutdown(wait=False, cancel_futures=True)
         while self._running:
             await asyncio.wait(self._running)
-        for threads in (self._spills, self._restores, self._verifying):
+        for threads in self._threads.values():
             threads.close()
         await complete(asyncio.to_thread(self._growth.close))  # of a chunk that is being made: seconds
         await complete(asyncio.to_thread(self.discard))

@@ -3,8 +3,8 @@
 Rank 0 says all of a request's opening (Admit, Begin), the others their part of it: what they had to wait for is over.
 It is passed on when all have opened it; Progress as far as all have come; Fetch when all have said it, so that nothing
 that a rank had queued before touches the blocks; the last word (Finish, Aux, Abort) when all have said theirs, so that
-no rank touches a page any more. One that aborts has it aborted: the others are told that it
-failed, and answer. So they are where a rank does not come with it, and whoever asked for the prompt is.
+no rank touches a page any more. One that aborts has it aborted: the others are told that it failed, and answer. So they
+are where a rank does not come with it, and whoever asked for the prompt is.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.engine_blocks import OwnBlocks, make_block_files
 from kvferry.client.engine_pools import EnginePools
 from kvferry.client.one_rank import OneRank
-from kvferry.client.requests import Admitted, RequestName
+from kvferry.client.requests import Admitted, Patience, RequestName
 from kvferry.connectors.blocks import BlockMap
 from kvferry.connectors.gpu_blocks import registered
-from kvferry.proto import common_pb2
+from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from kvferry.transfer.geometry.namespace import NamespaceFacts
@@ -265,6 +265,43 @@ class BlockEngine:
             await self.client.ended(name, 20)
             self.give_back(blocks)
         return blocks
+
+    async def fetch_and_push(
+        self,
+        client: DaemonClient | RankClients,
+        prompt: Prompt,
+        name: RequestName,
+        blocks: Sequence[int],
+        *,
+        deadline_s: float = 20,
+        ended_s: float = 20,
+    ) -> int:
+        """Has what it can fetched into the blocks, and computes the rest: as the engine, or as one rank of it. The
+        tokens that have come."""
+        offered = asyncio.get_running_loop().create_future()
+
+        def proceed(tokens: int) -> None:  # each rank hears it
+            if not offered.done():
+                offered.set_result(tokens)
+
+        patience = Patience(worker_pb2.PATIENCE_FETCH, 0, proceed)
+        client.begin(name, **prompt.words, deadline_s=deadline_s, patience=patience)  # type: ignore[arg-type]
+        begun = asyncio.ensure_future(client.begun(name))
+        try:
+            await asyncio.wait({offered, begun}, return_when=asyncio.FIRST_COMPLETED)
+            named = -(-offered.result() // self.block_tokens) if offered.done() else 0
+            if named:
+                client.fetch(name, blocks[:named], 0)
+            matched = (await begun).matched_tokens
+        finally:
+            begun.cancel()
+            await asyncio.gather(begun, return_exceptions=True)
+        assert self.wrong(prompt, blocks, 0, matched) == []
+        self.compute(prompt, blocks, matched, prompt.tokens)
+        client.progress(name, prompt.tokens, blocks[named if matched else 0 :])
+        client.aux(name, b"first")
+        await client.ended(name, ended_s)
+        return matched
 
     # -- decode
 

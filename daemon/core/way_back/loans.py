@@ -70,7 +70,7 @@ class Loans:
     def found(self, namespace_id: bytes, digests: bytes) -> int:
         """Leading pages of these that can be read now."""
         namespace = self._open_namespace(namespace_id)
-        pages = 0 if namespace is None else self._readable(namespace, digests)
+        pages = 0 if namespace is None else self._cache.readable(namespace, digests)
         self.look_ups.heard(pages)
         return pages
 
@@ -97,11 +97,11 @@ class Loans:
     def _lend(self, session: int, ask: peer.Ask, deadline: float) -> RequestError | None:
         namespace = self._open_namespace(ask.namespace_id)
         end = ask.first_page + ask.pages
-        if namespace is None or self._readable(namespace, ask.digests) < end:
+        if namespace is None or self._cache.readable(namespace, ask.digests) < end:
             return unavailable("the pages are not held here, or not any more")
         if waiting := self._waiting():
             return exhausted(f"{waiting} requests wait here for pages; nothing more is lent until they are admitted")
-        lock = namespace.tree.lock(namespace.tree.match(ask.digests))
+        lock = self._holds.lock_readable(namespace, ask.digests)
         if not self._cache.fits(namespace, 0):
             self._holds.unlock(namespace, lock)
             return exhausted(f"running requests were promised some of the {end} pages")
@@ -116,11 +116,6 @@ class Loans:
             page_ids = tuple(namespace.tree.path_pages(lock)[ask.first_page : end])
             self._outbox.put(OpenSend(session, ask.transfer, ask.first_page, page_ids, end))
         return None
-
-    def _readable(self, namespace: Namespace, digests: bytes) -> int:
-        if self._cache.limits.in_blocks:  # rows enter the tree once they are written
-            return namespace.tree.match(digests).pages
-        return self._cache.readable(namespace, digests)
 
     def verified(self, session: int, transfer: int, wrong: Collection[int] | None) -> None:
         """VerifyRows is over; `wrong`: rows that are not as they were written; None: it could not be found out. What

@@ -23,7 +23,7 @@ _LENT = (
         "what is gone is not lent",
         _LOANS,
         "Loans._lend",
-        "namespace is None or self._readable(namespace, ask.digests) < end:",
+        "namespace is None or self._cache.readable(namespace, ask.digests) < end:",
         "namespace is None:",
         LOANS,
     ),

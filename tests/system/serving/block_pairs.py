@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvferry.daemon.cli.stack import Stack
 from tests.support import devices as real
 from tests.support.block_engine import PAGE, BlockEngine, Prompt, Share, new_name
+from tests.support.engines import side_stats
 
 SLOT_BYTES = 4096 + 64
 BLOCK_TOKENS = 8, 4  # of prefill's blocks and of decode's
@@ -79,3 +80,9 @@ class Pair:
         assert self.decode.wrong(prompt, blocks, start, prompt.tokens) == []
         assert not self.decode.touched() and not self.prefill.touched()
         return blocks, admitted.matched_tokens
+
+
+async def session_up(decode: BlockEngine) -> None:
+    """The engine's daemon has its session."""
+    while [peer.state for peer in side_stats(decode.socket).peers] != ["up"]:
+        await asyncio.sleep(0.02)

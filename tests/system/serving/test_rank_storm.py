@@ -11,16 +11,14 @@ from dataclasses import replace
 import pytest
 
 from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, NotOpened, Patience, RequestFailed, RequestName
+from kvferry.client.requests import DaemonGone, NotOpened, RequestFailed, RequestName
 from kvferry.daemon.cli.stack import Stack
-from kvferry.proto import worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from tests.support.block_engine import PAGE, BlockEngine, Prompt, Share, new_name
 from tests.support.engines import side_stats
 from tests.support.rank_clients import RankClients
-from tests.system.serving.block_pairs import Pair
+from tests.system.serving.block_pairs import Pair, session_up
 from tests.system.way_back.conversations import ALWAYS
-from tests.system.way_back.test_way_back_blocks import session_up
 
 HND = KVGeometry(2, 4, 4, "float32", PAGE, Layout.ENGINE, head_runs=1)
 DEADLINE_S = 2.0
@@ -93,31 +91,6 @@ async def push(client: DaemonClient, prompt: Prompt, name: RequestName, blocks: 
     await client.ended(name, DEADLINE_S * 2)
 
 
-async def fetch_and_push(
-    client: DaemonClient, prompt: Prompt, name: RequestName, blocks: Sequence[int], engine: BlockEngine
-) -> int:
-    """Has what decode holds fetched into the blocks, and computes the rest. The tokens that came."""
-    offered = asyncio.get_running_loop().create_future()
-    patience = Patience(worker_pb2.PATIENCE_FETCH, 0, offered.set_result)
-    client.begin(name, **prompt.words, deadline_s=DEADLINE_S, patience=patience)  # type: ignore[arg-type]
-    begun = asyncio.ensure_future(client.begun(name))
-    try:
-        await asyncio.wait({offered, begun}, return_when=asyncio.FIRST_COMPLETED)
-        named = -(-offered.result() // engine.block_tokens) if offered.done() else 0
-        if named:
-            client.fetch(name, blocks[:named], 0)
-        matched = (await begun).matched_tokens
-    finally:
-        begun.cancel()
-        await asyncio.gather(begun, return_exceptions=True)
-    assert engine.wrong(prompt, blocks, 0, matched) == []
-    engine.compute(prompt, blocks, matched, prompt.tokens)
-    client.progress(name, prompt.tokens, blocks[named if matched else 0 :])
-    client.aux(name, b"first")
-    await client.ended(name, DEADLINE_S * 2)
-    return matched
-
-
 class Storm:
     def __init__(self, pair: Pair, seed: int) -> None:
         self.pair = pair
@@ -136,7 +109,8 @@ class Storm:
 
         async def pushes(client: DaemonClient) -> None:
             if held:
-                came.append(await fetch_and_push(client, prompt, name, sources, there))
+                bounds = {"deadline_s": DEADLINE_S, "ended_s": 2 * DEADLINE_S}
+                came.append(await there.fetch_and_push(client, prompt, name, sources, **bounds))
             else:
                 await push(client, prompt, name, sources)
 
@@ -207,7 +181,7 @@ async def storm(stack: Stack, ranks: tuple[int, int], requests: int, kills: int)
     running = Storm(pair, seed=sum(ranks))
     for turn in range(kills + 1):
         if turn % 2 == 0:  # else nothing could be asked back: the daemons' session is still to come
-            await asyncio.wait_for(session_up(pair), REST_S)
+            await asyncio.wait_for(session_up(pair.decode), REST_S)
         some = asyncio.create_task(running.some(range(turn * requests, (turn + 1) * requests)))
         if turn < kills:
             role = ("decode", "prefill")[turn % 2]

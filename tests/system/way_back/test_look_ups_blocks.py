@@ -15,9 +15,9 @@ from kvferry.daemon.cli.stack import Stack
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from tests.support.block_engine import PAGE, BlockEngine, Prompt, Share, new_name
 from tests.support.engines import side_stats
-from tests.system.serving.block_pairs import Pair, need
+from tests.system.serving.block_pairs import Pair, need, session_up
 from tests.system.way_back.conversations import ALWAYS
-from tests.system.way_back.test_way_back_blocks import DEVICES, TOKENS, fetch_and_compute, session_up
+from tests.system.way_back.test_way_back_blocks import DEVICES, TOKENS, fetch_and_compute
 
 HND = KVGeometry(2, 4, 4, "float32", PAGE, Layout.ENGINE, head_runs=1)
 HELD = TOKENS // PAGE * PAGE
@@ -46,8 +46,7 @@ async def move(stack: Stack, pair: Pair, prompt: Prompt, before: Callable[[], No
     await pair.decode.store(prompt, blocks)
     pair.decode.give_back(blocks)
     other = await another_decode(stack, pair)
-    while [peer.state for peer in side_stats(other.socket).peers] != ["up"]:
-        await asyncio.sleep(0.02)
+    await session_up(other)
     if before is not None:
         before()
     name, blocks = new_name(), other.take(TOKENS)
@@ -62,7 +61,7 @@ async def move(stack: Stack, pair: Pair, prompt: Prompt, before: Callable[[], No
 
 async def moved(stack: Stack, pair: Pair) -> None:
     async with pair:
-        await session_up(pair)
+        await session_up(pair.decode)
         assert await move(stack, pair, Prompt(TOKENS, 1)) == HELD
         asked, holder = (side_stats(engine.socket) for engine in (pair.prefill, pair.decode))
         assert asked.way_back.elsewhere_tokens == asked.way_back.fetched_tokens == HELD
@@ -105,7 +104,7 @@ def test_what_was_damaged_there_is_computed(stack: Stack, tmp_path: Path) -> Non
     async def run() -> None:
         host = ("--host-bytes", "1MiB", "--host-dir", str(tmp_path))
         async with Pair(stack, *ALWAYS, "--checksums", "on", host=host) as pair:
-            await session_up(pair)
+            await session_up(pair.decode)
             assert await move(stack, pair, prompt, damage) == 0
             holder = side_stats(pair.decode.socket)
             assert holder.tiers.mismatched_pages == 1 and holder.host.cached == 3

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.client.requests import Patience, RequestName
+from kvferry.client.requests import RequestName
 from kvferry.daemon.cli.stack import Stack
-from kvferry.proto import worker_pb2
 from kvferry.transfer.geometry.kv_geometry import KVGeometry, Layout
 from tests.support.block_engine import PAGE, Prompt, Share, new_name
 from tests.support.engines import side_stats
-from tests.system.serving.block_pairs import Pair, need
+from tests.system.serving.block_pairs import Pair, need, session_up
 from tests.system.way_back.conversations import ALWAYS
 
 DEVICES = [
@@ -36,11 +35,6 @@ NIGHTLY = {
     "grouped queries, 1 to 4": (Share(replace(HND, kv_heads=2)), Share(replace(HND, kv_heads=2), 4, apart=True)),
     "grouped queries, 4 to 2": (Share(replace(HND, kv_heads=2), 4), Share(replace(HND, kv_heads=2), 2, apart=True)),
 }
-
-
-async def session_up(pair: Pair) -> None:
-    while [peer.state for peer in side_stats(pair.decode.socket).peers] != ["up"]:
-        await asyncio.sleep(0.02)
 
 
 async def ask(pair: Pair, prompt: Prompt, name: RequestName, blocks: list[int], held: int, late: float) -> None:
@@ -66,29 +60,9 @@ async def ask(pair: Pair, prompt: Prompt, name: RequestName, blocks: list[int], 
 
 async def fetch_and_compute(pair: Pair, prompt: Prompt, name: RequestName) -> int:
     """The prefill engine has what it can into its blocks, and computes the rest. The tokens that have come."""
-    prefill = pair.prefill
-    blocks, offered = prefill.take(prompt.tokens), asyncio.get_running_loop().create_future()
-
-    def proceed(tokens: int) -> None:  # each rank hears it
-        if not offered.done():
-            offered.set_result(tokens)
-
-    prefill.client.begin(
-        name,
-        **prompt.words,  # type: ignore[arg-type]
-        deadline_s=20,
-        patience=Patience(worker_pb2.PATIENCE_FETCH, 0, proceed),
-    )
-    most = await offered
-    named = -(-most // prefill.block_tokens)
-    prefill.client.fetch(name, blocks[:named], 0)
-    matched = (await prefill.client.begun(name)).matched_tokens
-    assert prefill.wrong(prompt, blocks, 0, matched) == []
-    prefill.compute(prompt, blocks, matched, prompt.tokens)
-    prefill.client.progress(name, prompt.tokens, blocks[named if matched else 0 :])
-    prefill.client.aux(name, b"first")
-    await prefill.client.ended(name, 20)
-    prefill.give_back(blocks)
+    blocks = pair.prefill.take(prompt.tokens)
+    matched = await pair.prefill.fetch_and_push(pair.prefill.client, prompt, name, blocks)
+    pair.prefill.give_back(blocks)
     return matched
 
 
@@ -111,7 +85,7 @@ def test_each_rank_has_its_heads_back(stack: Stack, shares: tuple[Share, Share])
 async def go_back(new: Pair) -> None:
     async with new as pair:
         assert pair.decode.client.welcome.way_back
-        await session_up(pair)
+        await session_up(pair.decode)
         fetched = 0
         for number, (held, late) in enumerate([(PAGE, 0.0), (5 * PAGE, 0.05), (5 * PAGE + 4, 0.0), (9 * PAGE, 0.2)]):
             prompt, name = Prompt(TOKENS, number), new_name()
