@@ -227,6 +227,11 @@ class SchedulerSide:
         for request in requests:
             self._tracked.pop(request, None)
 
+    def awaits(self, request: str) -> bool:
+        """Whether the daemon is still to say what it has of it, or can fetch."""
+        tracked = self._tracked.get(request)
+        return tracked is not None and tracked.waits and tracked.found == UNKNOWN
+
     def hear(self, news: News) -> None:
         """Takes in what the worker's half has told."""
         if news.sessions:
@@ -239,8 +244,7 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request)) is not None:
                 tracked.unsent = True
         for request, tokens in news.found.items():
-            tracked = self._tracked.get(request)
-            if tracked is not None and tracked.waits and tracked.found == UNKNOWN and not tracked.unsent:
+            if self.awaits(request) and not (tracked := self._tracked[request]).unsent:
                 tracked.found = min(tokens, self._most(tracked))  # it may be of one that had this id before
         for request, token in news.first.items():
             if (tracked := self._tracked.get(request)) is not None:

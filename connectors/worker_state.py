@@ -52,6 +52,11 @@ class Reports:
         with self.lock:
             self.news = news if self.news is None else self.news.then(news)
 
+    def found(self, request: str) -> int | None:
+        """What the news that nobody has taken say of a prompt that waits; None: nothing."""
+        news = self.news
+        return None if news is None else news.found.get(request)
+
     def take_news(self) -> News | None:
         if self.news is None:
             return None

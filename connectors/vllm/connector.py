@@ -171,7 +171,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._others.asked(request, num_computed_tokens)
+        if self._deciding.awaits(request.request_id):
+            self._hear_at_once(request.request_id)
         return self._deciding.matched(request, num_computed_tokens)
+
+    def _hear_at_once(self, request: str) -> None:
+        """Hears what was found of a prompt before a step's outcome tells, where the worker's half is in this process:
+        that would be two or three steps later."""
+        worker = self._workers.get(self._engine)
+        if worker is not None and (found := worker.reports.found(request)) is not None:
+            self._deciding.hear(News(found={request: found}))
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._others.allocated(request, num_external_tokens)

@@ -19,6 +19,8 @@ from tests.connectors.scheduling import (
     prefill,
 )
 
+pytestmark = pytest.mark.usefixtures("short_prompts")
+
 LONG = 2 * WORTH_JOINING
 
 

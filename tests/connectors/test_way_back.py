@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import pytest
 
 from kvferry.connectors.orders import Begin, Cancel, Fill, News, Release, Save
 from kvferry.connectors.scheduler_prefill import LINE_SECONDS, LINE_SPEED, MOST_WAITING, PrefillScheduler
-from kvferry.connectors.worth import SELDOM, TRY_AGAIN, Worth
+from kvferry.connectors.worth import SELDOM, TRY_AGAIN
 from tests.connectors.scheduling import BLOCK, TO_PREFILL, Daemon, Request, blocks, orders, prefill
+
+pytestmark = pytest.mark.usefixtures("short_prompts")
 
 TOKENS = 61
 
@@ -94,9 +93,9 @@ def asked(side: PrefillScheduler, name: str, fetched: int | None) -> bool:
 
 def test_prompts_are_not_held_up_again_and_again_for_nothing() -> None:
     side = prefill(Daemon(fetch_tokens=16))
-    held_up = [asked(side, f"{number}", fetched=0) for number in range(14 + 2 * (TRY_AGAIN + 2))]
-    assert held_up == [True] * 14 + 2 * ([False] * (TRY_AGAIN + 1) + [True])
-    assert held_up.count(True) == side.counts.waits == 16
+    held_up = [asked(side, f"{number}", fetched=0) for number in range(16 + 2 * (TRY_AGAIN + 2))]
+    assert held_up == [True] * 16 + 2 * ([False] * (TRY_AGAIN + 1) + [True])
+    assert held_up.count(True) == side.counts.waits == 18
     assert all(asked(prefill(Daemon(fetch_tokens=16)), f"{number}", fetched=40) for number in range(20))
     forced = prefill(Daemon(fetch_tokens=1))  # --way-back always
     assert all(asked(forced, f"{number}", fetched=0) for number in range(20))
@@ -117,51 +116,6 @@ def test_a_daemon_that_fell_silent_says_nothing_of_what_is_worth_a_wait() -> Non
     side.allocated(request, blocks(TOKENS), 0)
     daemon.up = True
     assert asked(side, "b", fetched=40)
-
-
-def test_chats_whose_first_turns_bring_nothing_are_worth_a_wait() -> None:
-    worth = Worth()
-    for number in range(400):
-        assert worth.hold_up(9000)
-        worth.waited(9000, 8900 if number % 4 else 0)
-
-
-@pytest.mark.parametrize(("every", "least"), [(2, 1.0), (5, 0.9), (10, 0.4)])
-def test_a_few_that_can_be_fetched_among_many_that_cannot_are_held_up(every: int, least: float) -> None:
-    worth, draws = Worth(), random.Random(every)
-    good = [draws.random() < 1 / every for _ in range(20_000)]
-    held_up = 0
-    for whole in good:
-        if worth.hold_up(9000):
-            worth.waited(9000, 8900 if whole else 0)
-            held_up += whole
-    assert held_up >= least * sum(good)
-
-
-def test_what_a_kept_chat_lacks_says_nothing_of_a_chat_that_is_lost() -> None:
-    worth = Worth()
-    for _ in range(35):
-        if worth.hold_up(500):
-            worth.waited(500, 0)
-    assert not worth.hold_up(500) and worth.hold_up(9000)
-
-
-def held_up_for_nothing(worth: Worth) -> bool:
-    """Whether the next prompt is, of which then nothing comes."""
-    held_up = worth.hold_up(9000)
-    if held_up:
-        worth.waited(9000, 0)
-    return held_up
-
-
-def test_a_wait_that_pays_after_many_that_did_not_is_followed_by_others() -> None:
-    worth = Worth()
-    held_up = [number for number in range(2000) if held_up_for_nothing(worth)]
-    passed = [later - one - 1 for one, later in itertools.pairwise(held_up)]
-    assert passed[:14] == [0] * 13 + [TRY_AGAIN + 1]
-    assert passed == sorted(passed) and passed[-1] == SELDOM, "the less has come, the seldomer"
-    worth.waited(9000, 8900)
-    assert worth.hold_up(9000) and worth.hold_up(9000)
 
 
 @pytest.mark.parametrize(

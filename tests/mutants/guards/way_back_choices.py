@@ -5,7 +5,7 @@ from tests.mutants.guard import Guard
 FETCHES = ("tests/daemon/core/way_back/test_fetches.py",)
 CHOICE = ("tests/daemon/core/way_back/test_choice.py",)
 BUSY = ("tests/daemon/core/way_back/test_busy_engines.py",)
-SCHEDULER = ("tests/connectors/test_way_back.py",)
+SCHEDULER, WORTH = ("tests/connectors/test_way_back.py",), ("tests/connectors/test_worth.py",)
 _FETCHES = "daemon/core/way_back/fetches.py"
 _CHOICE, _ASK_WAITS = "daemon/core/way_back/choice.py", "daemon/core/way_back/ask_waits.py"
 
@@ -168,17 +168,17 @@ GUARDS: tuple[Guard, ...] = (
         "a few prompts that are fetched pay for the others",
         "connectors/worth.py",
         "Worth.hold_up",
-        "if brought >= LEAST",
-        "if brought >= 4 * LEAST",
-        SCHEDULER,
+        "if brought >= least",
+        "if brought >= 4 * least",
+        WORTH,
     ),
     Guard(
         "the less a size of prompts has brought, the seldomer one is held up",
         "connectors/worth.py",
         "Worth.hold_up",
-        "passed * brought >= TRY_AGAIN * LEAST",
+        "passed * brought >= TRY_AGAIN * least",
         "passed >= TRY_AGAIN",
-        SCHEDULER,
+        WORTH,
     ),
     Guard(
         "after so many one is held up, however little has come",
@@ -186,7 +186,7 @@ GUARDS: tuple[Guard, ...] = (
         "Worth.hold_up",
         "passed >= SELDOM or ",
         "",
-        SCHEDULER,
+        WORTH,
     ),
     Guard(
         "prompts that lack little say nothing of those that lack much",
@@ -194,6 +194,14 @@ GUARDS: tuple[Guard, ...] = (
         "Worth.waited",
         "size = lacking.bit_length()",
         "size = 14",
-        SCHEDULER,
+        WORTH,
+    ),
+    Guard(
+        "short prompts are not worth the engine's steps",
+        "connectors/worth.py",
+        "Worth.hold_up",
+        " + STEP_TOKENS / lacking",
+        "",
+        WORTH,
     ),
 )
