@@ -44,7 +44,7 @@ class OpenRequest:
             _resolve(self.admitted, Admitted(told.matched_tokens, pages, told.local_tokens, told.host_tokens))
         elif kind == "begun":
             pages = self._new_pages(event.begun.pages, -(-self.tokens // self.page_size), "Begun.pages")
-            _resolve(self.begun, Begun(event.begun.matched_tokens, pages))
+            _resolve(self.begun, Begun(event.begun.matched_tokens, pages, event.begun.fetched_tokens))
         elif kind == "proceed":
             if self.proceed is not None:
                 self.proceed(event.proceed.fetch_tokens)

@@ -89,6 +89,7 @@ class Admitted(NamedTuple):
 class Begun(NamedTuple):
     matched_tokens: int  # at most floor((tokens - 1) / page size) * page size
     pages: tuple[int, ...]  # ids of all prompt pages in order
+    fetched_tokens: int  # of the matched ones, those that were fetched for this prompt
 
 
 class Patience(NamedTuple):

@@ -420,14 +420,16 @@ class Fetch(_message.Message):
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Begun(_message.Message):
-    __slots__ = ("name", "matched_tokens", "pages")
+    __slots__ = ("name", "matched_tokens", "pages", "fetched_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     matched_tokens: int
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., matched_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., matched_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("name", "tokens", "blocks")

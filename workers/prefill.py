@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
-from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
+from kvferry.client.requests import Begun, DaemonGone, RequestFailed, RequestName
 from kvferry.proto import common_pb2
 from kvferry.waiting import complete
 from kvferry.workers.ending import aborted_on_error
@@ -102,7 +102,7 @@ class PrefillWorker:
             warmup=order.warmup,
             traceparent=order.traceparent,
         )
-        begun = await turn.opening(client.begun(name))
+        begun = await turn.opening(self._begun(name))
         matched = begun.matched_tokens
         if not 0 <= matched < tokens:
             raise RequestFailed(
@@ -127,6 +127,11 @@ class PrefillWorker:
         if self._record is not None:
             await self._thread.run(self._record.prefilled, name, prompt, begun.pages, matched, list(chunk_ends))
         return Prefilled(matched, tuple(chunk_ends)), token
+
+    async def _begun(self, name: RequestName) -> Begun:
+        begun = await self._client.begun(name)
+        await self._pace.fetched(begun.fetched_tokens)
+        return begun
 
     async def _hand_over(self, order: PrefillOrder) -> None:
         deadline_s = max(HANDOVER_DEADLINE_S, order.deadline_s + ANSWER_SLACK_S)

@@ -3,7 +3,7 @@ then prompts of which nobody holds anything.
 
     python bench/e2e/return.py [--clock 0.5]
 
-Fetches move this machine's small pages, not slowed to the model's link: the report says what they would take there.
+Fetches move this machine's small pages, and take as long as the model's link would.
 """
 
 import sys
@@ -60,7 +60,7 @@ def claim(bench: Bench) -> None:
     bench.console.print(
         f"one endless prefill cache computes {bound:,}; on: {100 * on.computed_tokens / bound - 100:+.1f} %"
     )
-    bench.console.print(f"{fetches} fetches; a mean one takes {mean_ms:.0f} ms by the model's link, not in TTFT above")
+    bench.console.print(f"{fetches} fetches, of which a mean one takes {mean_ms:.0f} ms, in TTFT above")
 
     alone = Chats(conversations=48, turns=1, system=0)
     setup = replace(bench.setup(2 * alone.working_set, alone), prefills=PREFILLS)

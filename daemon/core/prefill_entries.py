@@ -238,7 +238,8 @@ class EntryKeeper:
         entry.move(EntryState.COMPUTING)
         if prompt.aux is None:
             self.speed.begins(entry, prompt.tokens - self.had(prompt), self._cache.clock.now)
-        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=0 if prompt.is_ahead else prompt.computed)
+        matched = 0 if prompt.is_ahead else prompt.computed
+        begun = wire.Begun(name=entry.name.to_proto(), matched_tokens=matched, fetched_tokens=prompt.fetched)
         if prompt.blocks is not None:
             self._bind(prompt, range(len(prompt.pages)))
         else:

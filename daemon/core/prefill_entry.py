@@ -95,6 +95,7 @@ class BegunPrompt:
     patience: wire.Patience = wire.PATIENCE_PAGES
     engine_held: int = 0  # leading full pages that its engine has itself
     followed: bool = False  # it has waited for another's fetch
+    fetched: int = 0  # tokens of its own fetches
 
     @property
     def is_ahead(self) -> bool:

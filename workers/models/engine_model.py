@@ -13,7 +13,7 @@ MAX_FILE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class EngineModel:
     """A prefill worker computes one prompt at a time, in order of arrival. A decode worker's sequences step together. A
-    decode worker's link carries one transfer at a time."""
+    worker's link carries one transfer into it at a time."""
 
     name: str
     prefill_tokens_per_s: float
@@ -22,7 +22,7 @@ class EngineModel:
     decode_sequence_us: float  # more for each sequence of the batch
     decode_context_ns: float  # more for each token of context of the batch
     kv_bytes_per_token: int
-    transfer_gb_per_s: float  # into a decode worker
+    transfer_gb_per_s: float  # into a worker
     transfer_latency_ms: float
     restore_gb_per_s: float  # from the host tier
 

@@ -46,6 +46,9 @@ class Pace(Protocol):
     async def arrived(self, delta_bytes: int, host_tokens: int) -> None:
         """Returns when a prompt's delta would have arrived and its pages in the host tier would be restored."""
 
+    async def fetched(self, tokens: int) -> None:
+        """Returns when so many of a prompt's tokens would have been fetched."""
+
     def decoding(self) -> AbstractAsyncContextManager[Stepping]:
         """A sequence from its first step to its last."""
 
@@ -105,6 +108,9 @@ class NoPace:
         pass
 
     async def arrived(self, delta_bytes: int, host_tokens: int) -> None:
+        pass
+
+    async def fetched(self, tokens: int) -> None:
         pass
 
     @asynccontextmanager
@@ -183,6 +189,10 @@ class ModelPace:
             await self._host.serve(restored, now)
         if moved:
             await self._link.serve(moved, now)
+
+    async def fetched(self, tokens: int) -> None:
+        if tokens:
+            await self._link.serve(self._model.transfer_s(tokens), time.monotonic())
 
     @asynccontextmanager
     async def decoding(self) -> AsyncIterator[Stepping]:

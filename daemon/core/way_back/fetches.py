@@ -364,6 +364,7 @@ class Fetches:
         if entry.prompt.blocks is not None and fetch.ready == fetch.first_page:
             entry.prompt.blocks.forget()  # an engine for which nothing was loaded may begin anew with others
         tokens = (fetch.ready - fetch.first_page) * self._cache.page_size
+        entry.prompt.fetched += tokens
         self.fetched_tokens += tokens
         self.elsewhere_tokens += tokens if fetch.session != entry.session else 0
         if self._cache.limits.zero_freed and fetch.ready < fetch.end and not self._cache.limits.in_blocks:

@@ -201,6 +201,9 @@ def test_transfers_and_restores_are_served_by_what_they_use() -> None:
         begin = time.monotonic()
         await pace.arrived(0, 200)
         assert time.monotonic() - begin >= 0.02
+        begin = time.monotonic()
+        await asyncio.gather(pace.fetched(10), pace.fetched(0), pace.arrived(40, 0))
+        assert time.monotonic() - begin >= 0.03
 
     run(scenario())
 
@@ -246,6 +249,7 @@ def test_an_engine_that_takes_its_own_time_waits_for_nothing() -> None:
             assert await turn.opening(asyncio.sleep(0, "begun")) == "begun"
             await pace.prompt(0, 10**9, turn.since)
             await pace.arrived(10**12, 10**9)
+            await pace.fetched(10**9)
             await engine.step(10**9)
             assert await engine.compute(cast(SequenceCompute, Adds()), 3, 4) == 7
         thread.close()

@@ -127,6 +127,7 @@ def test_the_worker_is_told_of_what_has_arrived_and_the_next_prompt_matches_it()
     side.step("arrived", 1, [0, 1, 2])
     side.step("completed", 1)
     assert side.matched() == 3 and side.state is EntryState.COMPUTING and side.of(OpenSend)
+    assert side.told("begun")[0].begun.fetched_tokens == 3 * PAGE
     assert side.core.matched_tokens(NAMESPACE, digests("x", FULL)) == 3 * PAGE
     side.core.progress(1, A, TOKENS, 0.0)
     side.core.aux(1, A, b"token", 0.0)

@@ -33,7 +33,7 @@ def test_what_is_being_fetched_is_fetched_once() -> None:
     side.step("completed", 1)
     begun = {event.begun.name.request_id: event.begun for event in told + side.told("begun")}
     a, b = begun[A.request_id], begun[B.request_id]
-    assert a.matched_tokens == b.matched_tokens == FULL * PAGE
+    assert a.matched_tokens == b.matched_tokens == a.fetched_tokens == FULL * PAGE and not b.fetched_tokens
     assert list(a.pages[:FULL]) == list(b.pages[:FULL]) and a.pages[FULL] != b.pages[FULL]
     assert side.cache.pool.free == free + FULL, "its own pages are free again"
     fetches = side.core.fetches
