@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -227,14 +227,15 @@ class Cluster:
             "kv_connector_extra_config": {"connectors": [*others, transfer]},
         }
 
-    def start_front(self) -> None:
+    def start_front(self, decodes: Sequence[str] = ()) -> None:
+        """One for these decode engines alone; none: for all of them."""
         words = ["front", "--listen", "127.0.0.1:0", "--first-token-seconds", "240", "--next-token-seconds", "240"]
         if alone := self.engines.get("alone"):
             words += ["--vllm-decode", alone.url]
         else:
             rank, ranks = ("", "") if self.spec.dp == 1 else ("-{dp_rank}", f",{self.spec.dp}")
             words += ["--vllm-prefill", *(f"{name}{rank}={self.engines[name].url}{ranks}" for name in self.prefills)]
-            words += ["--vllm-decode", *(self.engines[name].url + ranks for name in self.decodes)]
+            words += ["--vllm-decode", *(self.engines[name].url + ranks for name in decodes or self.decodes)]
             if self.spec.first_token != "decode":  # trees that are compared may not know the flag
                 words += ["--first-token", self.spec.first_token]
         front = self.stack.start("front", words)

@@ -11,7 +11,10 @@ back        the way back: prefill caches no prefixes, and before each turn but t
             that holds nothing; of each prompt what decode holds comes back, or is computed
 replicas    the same with two prefill engines that keep what fits in 34 blocks; the daemons stay, and a turn goes to
             whichever engine has less to do
-back-blocks, replicas-blocks: on a GPU from block to block, the first token at once
+elsewhere   as "back", with two decode engines, to which the turns of a chat go by turns: what came before is at the
+            other's daemon, for which prefill's asks the decode daemons that it has a session with
+back-blocks, replicas-blocks, elsewhere-blocks: on a GPU from block to block, the first token at once; what another
+            decode daemon has is in its host tier
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens"
 SHORT = Load(conversations=3, turns=2, user_words=60, max_tokens=16)
 BACK = Load(conversations=3, turns=3, user_words=160, max_tokens=24)
 LONG = Load(conversations=6, turns=2, user_words=160, max_tokens=120)
-BACK_WAYS = ("back", "replicas")
+BACK_WAYS = ("back", "replicas", "elsewhere")
 BLOCK_WAYS = tuple(f"{way}-blocks" for way in BACK_WAYS)  # on GPUs
 FETCHING_WAYS = (*BACK_WAYS, *BLOCK_WAYS)
 METRICS = ("vllm:num_preemptions_total", "vllm:kvferry_failed_total", "vllm:kvferry_pushed_total")
@@ -80,7 +83,8 @@ def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
         if way.startswith("replicas"):
             spec = replace(spec, prefills=2, prefill_blocks=130 if way in BLOCK_WAYS else 34)
         else:
-            spec = replace(spec, prefill_flags=("--no-enable-prefix-caching",))
+            decodes = 2 if way.startswith("elsewhere") else 1
+            spec = replace(spec, prefill_flags=("--no-enable-prefix-caching",), decodes=decodes)
         if way in BLOCK_WAYS:
             spec = replace(spec, pool="engine", first_token="prefill", decode_flags=SCHEDULER)
         return spec, BACK
@@ -160,7 +164,8 @@ async def one_turn(url: str, load: Load, said: list[list[str]], turn: int) -> li
 def wait_until_up(cluster: Cluster) -> None:
     """The daemons' sessions are up, and prefill's engines are with their daemons."""
     end = time.monotonic() + UP_SECONDS
-    while [peer.state for peer in cluster.stats("decode").peers] != ["up"] * len(cluster.prefills) or not all(
+    up = ["up"] * len(cluster.prefills)
+    while any([peer.state for peer in cluster.stats(name).peers] != up for name in cluster.decodes) or not all(
         cluster.stats(name).workers for name in cluster.prefills
     ):
         assert time.monotonic() < end, "the daemons do not find each other again"
@@ -172,6 +177,7 @@ class Fetched(NamedTuple):
     """What prefill's daemons have fetched since they began."""
 
     tokens: int
+    elsewhere: int  # of them, from decode daemons that had not asked for the prompt
     ends: Counter[str]  # what became of prompts that lacked some
 
 
@@ -180,26 +186,32 @@ def fetched_by(cluster: Cluster) -> Fetched:
     ends = Counter[str]()
     for back in backs:
         ends.update({each.reason: each.count for each in (*back.choices, *back.transfers.aborts)})
-    return Fetched(sum(back.fetched_tokens for back in backs), ends)
+    elsewhere = sum(back.elsewhere_tokens for back in backs)
+    return Fetched(sum(back.fetched_tokens for back in backs), elsewhere, ends)
 
 
 def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> tuple[str, bool]:
     said, got = texts(reference), [list[Reply]() for _ in reference]
-    lines, fetched = list[str](), 0
+    lines, fetched, elsewhere = list[str](), 0, 0
     with Cluster(spec) as cluster:
         cluster.kvferry()
+        fronts = list[str]()
+        for name in cluster.decodes:
+            cluster.start_front([name])
+            fronts.append(cluster.front)
         for turn in range(load.turns):
             if turn and spec.prefills == 1:
                 cluster.kill_daemon("prefill")
                 cluster.start_daemon("prefill")
             wait_until_up(cluster)
             before = fetched_by(cluster)
-            replies = asyncio.run(one_turn(cluster.front, load, said, turn))
+            replies = asyncio.run(one_turn(fronts[turn % len(fronts)], load, said, turn))
             for turns, reply in zip(got, replies, strict=True):
                 turns.append(reply)
             now = fetched_by(cluster)
             tokens = now.tokens - before.tokens
             fetched += tokens
+            elsewhere += now.elsewhere - before.elsewhere
             ends = ", ".join(f"{reason} {count}" for reason, count in (now.ends - before.ends).items())
             prompts = ", ".join(str(reply.prompt_tokens) for reply in replies)
             lines.append(f"  turn {turn + 1}: prompts of {prompts} tokens, {tokens} fetched; {ends}")
@@ -209,9 +221,11 @@ def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> 
     wrong = [*comparison.wrong, *leaks]
     if fetched <= load.conversations * (load.turns - 1) * load.max_tokens:
         wrong.append("no more was fetched than decode alone had computed")
+    if spec.decodes > 1 and not elsewhere:
+        wrong.append("nothing was fetched from a decode daemon that had not asked")
     told = (
         f"{way}: {comparison.tokens} tokens compared, {len(wrong)} wrong, {len(comparison.ties)} at ties; {fetched} "
-        f"tokens fetched, {failed:.0f} failed"
+        f"tokens fetched, {elsewhere} of them elsewhere, {failed:.0f} failed"
     )
     return "\n".join([told, *lines, *wrong]), not wrong
 
