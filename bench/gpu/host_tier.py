@@ -2,9 +2,11 @@
 
     python bench/gpu/host_tier.py [--gib 56] [--seconds 4] [--only daemon growth copies beside] [--rounds 2]
                                   [--strategies auto staged] [--buffers 8x16 10+5x16] [--new-memory 16]
+                                  [--engine vllm] [--host-dir DIR]
 
 Daemon: `kvferry serve --role decode` with a tier of --gib and without one, by turns: seconds until it is ready, until
-its first worker has a pool, and from then until the first part of the tier may be used and until all may; its memory.
+its first worker has a pool, and from then until the first part of the tier may be used and until all may; the longest
+that statistics took meanwhile; its memory. With --host-dir the tier is a file there, which the next one finds again.
 Before it --new-memory GiB, which are kept, are had for the first time, by turns as a tier has them and by writing.
 
 Growth: seconds from a tier of nothing until its first GiB and all of it are pinned and may be used, the longest
@@ -12,9 +14,10 @@ standstill of the event loop meanwhile, what lies in huge pages, and what the dr
 itself (1 GiB, in this run). The first time a virtual machine may have to get its memory from its host, at the host's
 speed: the same again tells.
 Copies: those of a daemon, prompts of 64 MiB or 128 MiB, so many under way at a time; the link: one copy of 1 GiB each
-way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does
-(--decode-steps), as each copy's strategy is chosen (auto) and with one strategy for all; once for each of --buffers,
-which are staging buffers of restores, of spills, and their MiB. Each tells the GPU memory that it took.
+way, and both ways at once. Beside: the same while another process uses the GPU as an engine's decode does, or vLLM
+answers requests there (--engine vllm, which needs what bench/vllm does), as each copy's strategy is chosen (auto) and
+with one strategy for all; once for each of --buffers, which are staging buffers of restores, of spills, and their MiB.
+Each tells the GPU memory that it took.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -73,51 +77,18 @@ POOL_BYTES, TIER_BYTES = 4 * GIB, 8 * GIB
 UNDER_WAY = 6  # copies in each direction
 WAYS: dict[str, tuple[Any, ...]] = {"spills": (SPILL,), "restores": (RESTORE,), "both": (SPILL, RESTORE)}
 PARTS = ("daemon", "growth", "copies", "beside")
-HIDDEN, INSIDE, LAYERS, BATCH = 4096, 14336, 32, 16
-TOLD_SECONDS = 0.25
-START_SECONDS = 60.0
+ENGINES = {"steps": "steps.py", "vllm": "serving.py"}
+START_SECONDS, STOP_SECONDS = 240.0, 60.0
 
 
-def captured() -> torch.cuda.CUDAGraph:
-    """A step's products."""
-    shapes = ((HIDDEN, HIDDEN * 3 // 2), (HIDDEN, HIDDEN), (HIDDEN, 2 * INSIDE), (INSIDE, HIDDEN))
-    layers = [[torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes] for _ in range(LAYERS)]
-    inputs = {size: torch.randn(BATCH, size, device="cuda", dtype=torch.bfloat16) for size in (HIDDEN, INSIDE)}
-    torch.mm(inputs[HIDDEN], layers[0][0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            for matrix in layer:
-                torch.mm(inputs[matrix.shape[0]], matrix)
-    return graph
-
-
-def decode_steps() -> None:
-    """Uses the GPU as an engine's decode does: the matrices of an 8B model are read, step after step, by a CUDA graph,
-    the next one queued while one runs. Prints the milliseconds of each quarter second's steps until its stdin ends."""
-    graph = captured()
-    ends = [torch.cuda.Event() for _ in range(2)]
-    steps, began = 0, time.perf_counter()
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        graph.replay()
-        ends[steps % 2].record()
-        if steps:
-            ends[(steps - 1) % 2].synchronize()
-        steps += 1
-        if (now := time.perf_counter()) - began >= TOLD_SECONDS:
-            print(f"{1e3 * (now - began) / steps:.3f}", flush=True)
-            steps, began = 0, now
-    torch.cuda.synchronize()
-
-
-class Steps:
-    """A process of decode steps that runs. A daemon's kernels have the GPU by turns with it."""
+class Engine:
+    """A process of beside/ that uses the GPU. A daemon's kernels have it by turns with that."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def told(self) -> list[float]:
-        """Milliseconds of the steps of each quarter second since the last call."""
+        """Milliseconds of the decode steps of each quarter second since the last call."""
         told: list[float] = []
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
@@ -126,19 +97,19 @@ class Steps:
 
 
 @contextlib.contextmanager
-def beside() -> Iterator[Steps]:
+def beside(engine: str) -> Iterator[Engine]:
     """RuntimeError: it did not start."""
-    words = [sys.executable, "-u", __file__, "--decode-steps"]
+    words = [sys.executable, "-u", str(Path(__file__).parent / "beside" / ENGINES[engine])]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     assert process.stdin is not None and process.stdout is not None
     try:
         if not select.select([process.stdout], [], [], START_SECONDS)[0]:
             raise RuntimeError(f"{' '.join(words)}: no step in {START_SECONDS:.0f} s")
-        yield Steps(process)
+        yield Engine(process)
     finally:
         process.stdin.close()
         try:
-            process.wait(START_SECONDS)
+            process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -229,16 +200,17 @@ def memory_of(pid: int) -> str:
     return ", ".join([*parts, f"in huge pages {in_huge_pages(pid):.1f} GiB"])
 
 
-async def daemon(gib: int, device: str) -> None:
-    """Times of one that is started, has one worker, and is ended; gib: 0 without a tier."""
+async def daemon(gib: int, device: str, host_dir: str) -> None:
+    """Times of one that is started, has one worker, and is ended; gib: 0 without a tier; host_dir: "" in memory."""
     geometry, _ = SHAPES["2 MiB"]
     facts = NamespaceFacts("bench", "1", geometry, "sha256_cbor", root_digest()).to_proto()
     with Stack() as stack:
         socket = os.path.join(stack.folder, "d.sock")
         words = ["serve", "--role", "decode", "--name", "d", "--socket", socket, "--listen", "127.0.0.1:0"]
         words += ["--device", device, "--page-size", str(geometry.page_size), "--pool-bytes", "256MiB"]
+        host = ["--host-bytes", f"{gib}GiB", *(["--host-dir", host_dir] if host_dir else [])]
         began = time.perf_counter()
-        process = stack.start("d", [*words, *(["--host-bytes", f"{gib}GiB"] if gib else [])])
+        process = stack.start("d", [*words, *(host if gib else [])])
         stack.ready(process)
         ready = time.perf_counter()
         client = await DaemonClient.connect(socket, common_pb2.ROLE_DECODE, facts, "bench", deadline_s=60.0)
@@ -251,13 +223,21 @@ async def daemon(gib: int, device: str) -> None:
 
 def growing(socket: str, began: float) -> str:
     """When the first part of its tier was there, and all; "" without one."""
-    first = 0.0
+    first = longest = 0.0
     with grpc.insecure_channel(f"unix:{socket}") as channel:
-        while (host := fetch(channel).sides[0].host).pages < host.asked_pages:
+        fetch(channel)  # connects
+        while True:
+            asked = time.perf_counter()
+            host = fetch(channel).sides[0].host
+            longest = max(longest, time.perf_counter() - asked)
             first = first or (time.perf_counter() - began) * (host.pages > 0)
+            if host.pages >= host.asked_pages:
+                break
             time.sleep(0.005)
     whole = time.perf_counter() - began
-    return f", the first of it {first or whole:.2f} s, all {whole:.2f} s later" if host.pages else ""
+    if not host.pages:
+        return ""
+    return f", the first of it {first:.2f} s, all {whole:.2f} s later; statistics took {1e3 * longest:.0f} ms at most"
 
 
 async def growth(name: str, nbytes: int, which: str, memory: GpuPoolMemory) -> None:
@@ -368,7 +348,7 @@ async def copies(name: str, ways: tuple[Any, ...], seconds: float, tier: HostTie
     return moved / GIB / (time.perf_counter() - began)
 
 
-async def rates(seconds: float, peaks: dict[str, float], steps: Steps | None = None) -> None:
+async def rates(seconds: float, peaks: dict[str, float], steps: Engine | None = None) -> None:
     for name, (geometry, _) in SHAPES.items():
         with contextlib.closing(pool_of(geometry)) as memory:
             tier, cache = tier_of(memory, TIER_BYTES)
@@ -387,10 +367,10 @@ async def rates(seconds: float, peaks: dict[str, float], steps: Steps | None = N
             await tier.close()
 
 
-async def beside_steps(seconds: float, peaks: dict[str, float], strategies: list[str]) -> None:
-    with beside() as steps:
-        await asyncio.sleep(1.0)
-        print(f"beside an engine's decode steps: {median(steps.told()):.2f} ms without a copy", flush=True)
+async def beside_steps(seconds: float, peaks: dict[str, float], strategies: list[str], engine: str) -> None:
+    with beside(engine) as steps:
+        await asyncio.sleep(2.0)
+        print(f"beside {engine}: a decode step takes {median(steps.told()):.2f} ms without a copy", flush=True)
         for strategy in strategies:
             os.environ[ENVIRONMENT] = strategy
             print(f"strategy {strategy}:", flush=True)
@@ -410,14 +390,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of daemons that are started, with a tier and without")
     parser.add_argument("--new-memory", type=int, default=0, metavar="GIB", help="had before them, 2 or more")
     parser.add_argument("--device", default="cuda:0", help="of those daemons")
-    parser.add_argument("--decode-steps", action="store_true", help="only steps, until stdin ends")
+    parser.add_argument("--engine", choices=ENGINES, default="steps", help="which uses the GPU meanwhile")
+    parser.add_argument("--host-dir", default="", metavar="DIR", help="of those daemons: their tier is a file")
     args = parser.parse_args()
-    if args.decode_steps:
-        decode_steps()
-        return
     kept = new_memory(args.new_memory * GIB) if args.new_memory else None
     for gib in (0, args.gib) * args.rounds if "daemon" in args.only else ():
-        asyncio.run(daemon(gib, args.device))
+        asyncio.run(daemon(gib, args.device, args.host_dir))
     del kept
     if set(args.only) == {"daemon"}:
         return
@@ -433,7 +411,7 @@ def main() -> None:
     if "beside" in args.only:
         for buffers in args.buffers:
             with staging(buffers):
-                asyncio.run(beside_steps(args.seconds, peaks, args.strategies))
+                asyncio.run(beside_steps(args.seconds, peaks, args.strategies, args.engine))
 
 
 if __name__ == "__main__":

@@ -198,6 +198,10 @@ class Cluster:
         self._wait_for_all()
         self.start_front()
 
+    def decode_alone(self) -> Engine:
+        """A decode engine, to which nobody sends; its daemon is there."""
+        return self._wait(self._vllm("decode", self._with_others("decode", self.transfer_of("decode"))))
+
     def transfer_of(self, name: str) -> dict[str, object]:
         """The `kv_transfer_config` of an engine of the pair."""
         module, class_name = self.spec.connector_class.split(":")
