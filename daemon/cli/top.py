@@ -189,10 +189,14 @@ def _same_side(earlier: Shot, shot: Shot, index: int) -> cache.SideStats | None:
     return earlier.stats.sides[index]
 
 
-def _host(host: cache.PoolStats, draw: Draw) -> str | Text:
-    if host.pages == host.asked_pages:
-        return draw(host) if host.pages else "-"
-    return f"{host.pages / host.asked_pages:.0%} is there"
+def _host(side: cache.SideStats, old: cache.SideStats, draw: Draw) -> str | Text:
+    host = side.host
+    if host.pages != host.asked_pages:
+        return f"{host.pages / host.asked_pages:.0%} is there"
+    if not host.pages:
+        return "-"
+    unstored = sum(each.count for each in side.tiers.unstored) - sum(each.count for each in old.tiers.unstored)
+    return draw(host).append(f", {unstored} not stored" if unstored else "", "yellow")
 
 
 def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, seconds: float, draw: Draw) -> Row:
@@ -210,7 +214,7 @@ def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, s
         f"{hit / queried:.1%}" if queried else "-",
         f"{requests.running}/{requests.waiting}",
         draw(side.pool),
-        _host(side.host, draw),
+        _host(side, old, draw),
         size(moved / seconds),
         size(saved / seconds) if role == "decode" else "-",
         ended + (f" / [red]{failed} failed[/]" if failed else ""),

@@ -62,6 +62,7 @@ class TierCounters:
     restore_seconds: float = 0.0
     recovered: int = 0
     discarded_entries: int = 0
+    unstored: Counter[str] = field(default_factory=Counter)  # pages of an engine's blocks; the reasons are a fixed few
 
 
 @dataclass(slots=True)

@@ -283,15 +283,15 @@ class DecodeCore:
         """The worker's stream broke: it may still write. Its pages are orphaned until `worker_gone`."""
         lost = [lease for lease in self.leases.values() if lease.worker == worker]
         for lease in lost:
+            self.counters.aborted += lease.queued or lease.live
             if lease.queued:
                 self._keeper.end(lease)
-                self.counters.aborted += 1
                 continue
             if lease.live:
-                self.counters.aborted += 1
                 self._keeper.withdraw(lease)
             if lease.state is not LeaseState.ENDING:
                 lease.state = LeaseState.FAILED
+            self._keeper.blocks.wait_no_more(lease)
             own = self.cache.pool.those(lease.own, PageState.LEASED)
             self.cache.pool.move(own, PageState.LEASED, PageState.ORPHANED)
         for lease in lost:

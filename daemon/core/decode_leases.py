@@ -251,6 +251,8 @@ class LeaseKeeper:
             if copy.kind == RESTORE:
                 self._loaded(copy, failed, now)
             self.settle(copy.lease)
+        for lease in self.blocks.store_waiting():
+            self.settle(lease)
 
     def _loaded(self, copy: BlockCopy, failed: Sequence[int], now: float) -> None:
         wrong = set(failed)
@@ -397,6 +399,8 @@ class LeaseKeeper:
             self._leave_queue(lease)
             self._forget(lease)
             return
+        if lease.state is LeaseState.ENDING:
+            self.blocks.wait_no_more(lease)
         if lease.live:
             self.withdraw(lease)
         lease.state = LeaseState.ENDING
@@ -406,7 +410,7 @@ class LeaseKeeper:
         """Settles the lease once no copy of its pages runs: others take over what it was to bring, and if its worker is
         done its pages go.
         """
-        if lease.live or lease.transfers or lease.copies or lease.returns:
+        if lease.live or lease.transfers or lease.copies or lease.store_waits or lease.returns:
             return
         filled = bool(lease.filling)
         for heir, pages in self._arrivals.hand_over(lease).items():

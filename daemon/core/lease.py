@@ -41,6 +41,7 @@ class Lease:
     held_blocks: tuple[int, ...] = ()  # those of its held pages, which may be read; none: they are not known
     held_written: bool = False  # what the worker holds itself is all there, it has said
     stores: bool = False  # they are there to be copied to the host tier
+    store_waits: bool = False  # for a copy to the host tier
     copies: set[int] = field(default_factory=set)  # of them, between the tiers, that run
     resumed: bool = False  # it was retracted before
     looked_up: bool = False  # it is in the hit rate

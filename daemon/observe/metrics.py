@@ -172,6 +172,9 @@ def _tiers(sides: Sides) -> Iterator[Metric]:
     yield _counter(
         "dropped_pages", "pages evicted from the device without a copy on the host", role, one("dropped_pages")
     )
+    unstored = [([name, each.reason], each.count) for name, side in sides for each in side.tiers.unstored]
+    help_ = "pages of an engine's blocks that were to be stored in the host tier and were not, by why"
+    yield _counter("unstored_pages", help_, ["role", "reason"], unstored)
     yield _counter("spill_seconds", "time of copies to the host", role, one("spill_seconds"))
     yield _counter("restore_seconds", "time of copies from the host", role, one("restore_seconds"))
     yield _gauge("tier_copies", "copies between the tiers under way", role, one("copies"))

@@ -236,6 +236,7 @@ def _tiers(side: AnySide, stats: wire.TierStats) -> None:
     stats.recovered_pages, stats.discarded_entries = tiers.recovered, tiers.discarded_entries
     stats.orphan_pages = sum(namespace.tree.orphans for namespace in cache.namespaces.values())
     stats.unverified_pages = side.tiers.unverified_pages
+    stats.unstored.extend(_reasons(tiers.unstored))
 
 
 def _copies(copies: CopyStatistics, stats: wire.CopyStats) -> None:

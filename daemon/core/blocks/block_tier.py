@@ -2,13 +2,13 @@
 
 The engine gives each request blocks of its own, so that device pages never enter the tree: what it holds is in the host
 tier. A load copies held rows into a request's pages, under its lock; a store copies a request's pages to rows, which
-enter the tree once they are written. The engine has its blocks back when the request has ended: not before the last
-copy of them.
+enter the tree once they are written and what is before them is there. The engine has its blocks back when the request
+has ended: not before the last copy of them. So a store for which there is no copy yet may wait with its request.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +21,8 @@ from kvferry.radix.pool import PageState
 from kvferry.radix.tree import BACKUP, PROMPT, RESTORE, Lock, PagedRadixTree
 
 NO_PARENT = bytes(DIGEST_BYTES)
+MAX_WAITING = 64  # stores that wait for a copy: their engine waits for the blocks
+MAX_BEHIND = 64  # stores that are written, and wait for what is before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +39,22 @@ class BlockCopy:
     outputs: bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """The first `pages` of a store: they are right, and in no tree yet."""
+
+    copy: BlockCopy
+    pages: int
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.copy.lease.hold.namespace
+
+    @property
+    def rows(self) -> list[int]:
+        return self.copy.host[: self.pages]
+
+
 class BlockTier:
     """Loads and stores, from their start to their end."""
 
@@ -46,6 +64,8 @@ class BlockTier:
         self._written: set[int] = set()  # blocks, by living requests
         self._read: Counter[int] = Counter()  # how many living requests are to have a block stored, or may send it back
         self._storing: dict[bytes, set[bytes]] = {}  # by namespace, digests on their way: no second store has them
+        self._waiting: deque[Lease] = deque()  # to be stored, when a copy to the tier ends
+        self._behind: list[Written] = []  # what is before them is on its way
 
     def claim(self, lease: Lease) -> None:
         """Guard: blocks that a request has written, or is to have read, are written for nobody else until it has
@@ -74,22 +94,65 @@ class BlockTier:
             self._begin(lease, RESTORE, lease.held_pages, pages, rows)
         return pages
 
+    @property
+    def rows_behind(self) -> int:
+        """Rows that are written, and wait for what is before them."""
+        return sum(written.pages for written in self._behind)
+
     def store(self, lease: Lease) -> None:
         """Starts the copy of those of the lease's full pages that the tier has not, nor is being given, as far as it
-        has room."""
+        has room; or has it wait until a copy to the tier ends, and the request with it."""
         cache, namespace = self._cache, lease.hold.namespace
-        if cache.host is None or cache.copies.full:
+        if cache.host is None:
             return
-        storing = self._storing.setdefault(namespace.id, set())
-        digests = split_digests(lease.digests)
-        first = namespace.tree.match(lease.digests).pages
-        while first < len(digests) and digests[first] in storing:
-            first += 1
-        room = cache.eviction.host_room(namespace, len(digests) - first)
+        digests, first = split_digests(lease.digests), self._held_of(lease)
+        wanted = len(digests) - first
+        if wanted and cache.copies.full:
+            self._wait(lease, wanted)
+            return
+        room = cache.eviction.host_room(namespace, wanted)
+        self._not_stored("room", wanted - room)
         if room:
-            storing.update(digests[first : first + room])
+            self._storing[namespace.id].update(digests[first : first + room])
             rows = cache.host.allocate(room, PageState.LEASED)
             self._begin(lease, BACKUP, first, lease.pages[first : first + room], rows)
+
+    def _held_of(self, lease: Lease) -> int:
+        """Leading pages of the lease's that the tier has, or is being given."""
+        namespace = lease.hold.namespace
+        storing = self._storing.setdefault(namespace.id, set())
+        digests, first = split_digests(lease.digests), namespace.tree.match(lease.digests).pages
+        while first < len(digests) and digests[first] in storing:
+            first += 1
+        return first
+
+    def _wait(self, lease: Lease, wanted: int) -> None:
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(lease)
+            lease.store_waits = True
+        else:
+            self._not_stored("copies", wanted)
+
+    def store_waiting(self) -> list[Lease]:
+        """Starts the stores that have waited, as many as there are copies for. Returns their leases."""
+        begun = []
+        while self._waiting and not self._cache.copies.full:
+            lease = self._waiting.popleft()
+            lease.store_waits = False
+            self.store(lease)
+            begun.append(lease)
+        return begun
+
+    def wait_no_more(self, lease: Lease) -> None:
+        """Guard: the blocks of a request that is over, or whose worker is lost, are not read any more."""
+        if lease.store_waits:
+            self._waiting.remove(lease)
+            lease.store_waits = False
+            self._not_stored("ended", len(lease.digests) // DIGEST_BYTES - self._held_of(lease))
+
+    def _not_stored(self, why: str, pages: int) -> None:
+        if pages:
+            self._cache.tiers.unstored[why] += pages
 
     def _begin(self, lease: Lease, kind: int, first: int, pages: list[int], rows: list[int]) -> None:
         behind = first + len(pages)
@@ -111,22 +174,51 @@ class BlockTier:
         return copy
 
     def _stored(self, copy: BlockCopy, failed: Sequence[int]) -> None:
-        """Takes the rows into the tree, up to the first that is not right, or frees them."""
+        """Has the rows enter the tree, up to the first that is not right; the others are freed."""
         host, namespace = self._cache.host, copy.lease.hold.namespace
         assert host is not None
-        self._storing[namespace.id].difference_update(split_digests(copy.digests))
         good = min((copy.device.index(page) for page in failed), default=len(copy.device))
-        digests = copy.lease.digests[: (copy.first + good) * DIGEST_BYTES]
-        if good and self._path_is_held(namespace, digests, copy.first):
-            result = namespace.tree.insert_host(digests, copy.host[:good], copy.first, PROMPT, copy.lease.priority)
-            host.free_pages(result.duplicates + copy.host[good:])
+        host.free_pages(copy.host[good:])
+        self._storing[namespace.id].difference_update(split_digests(copy.digests)[good:])
+        self._not_stored("prefix", len(copy.device) - good - len(failed))
+        if good:
+            self._behind.append(Written(copy, good))
+        self._take_in(namespace)
+
+    def _take_in(self, namespace: Namespace) -> None:
+        """Takes into the tree all that is written and for which nothing on its way is to be waited for."""
+        while True:
+            mine = (written for written in self._behind if written.namespace is namespace)
+            if (written := next((each for each in mine if not self._waits(each)), None)) is None:
+                break
+            self._behind.remove(written)
+            self._enter(written, "prefix")
+        if len(self._behind) > MAX_BEHIND:
+            self._enter(self._behind.pop(), "behind")
+
+    def _waits(self, written: Written) -> bool:
+        """Whether what is before them is still on its way: it is another's store."""
+        copy, namespace = written.copy, written.namespace
+        before = copy.parents[:DIGEST_BYTES]
+        return before in self._storing[namespace.id] and not self._path_is_held(namespace, copy)
+
+    def _enter(self, written: Written, why_not: str) -> None:
+        """Takes the rows into the tree, or frees them where their path is not held."""
+        host, namespace, copy = self._cache.host, written.namespace, written.copy
+        assert host is not None
+        self._storing[namespace.id].difference_update(split_digests(copy.digests)[: written.pages])
+        if self._path_is_held(namespace, copy):
+            digests = copy.lease.digests[: (copy.first + written.pages) * DIGEST_BYTES]
+            result = namespace.tree.insert_host(digests, written.rows, copy.first, PROMPT, copy.lease.priority)
+            host.free_pages(result.duplicates)
             self._cache.eviction.keep_host_quota(namespace)
         else:
-            host.free_pages(copy.host)
+            host.free_pages(written.rows)
+            self._not_stored(why_not, written.pages)
 
-    def _path_is_held(self, namespace: Namespace, digests: bytes, pages: int) -> bool:
-        """Whether what is before them is there: it may have been another's store, or be evicted."""
-        return namespace.tree.match(digests).pages >= pages
+    def _path_is_held(self, namespace: Namespace, copy: BlockCopy) -> bool:
+        """Whether what is before its pages is there: it may have been another's store, or be evicted."""
+        return namespace.tree.match(copy.lease.digests[: copy.first * DIGEST_BYTES]).pages >= copy.first
 
     def forget_wrong(self, lease: Lease, page: int) -> None:
         """What the lease's path holds from prompt page `page` on is not right: it leaves the tree, but for what others

@@ -26,11 +26,11 @@ def shots() -> list[Shot]:
     return [Shot("127.0.0.1:7070", 1.0, told), Shot("127.0.0.1:1", 1.0, None, "UNAVAILABLE: refused")]
 
 
-def shown(width: int) -> list[str]:
+def shown(width: int, now: list[Shot] | None = None, before: list[Shot] | None = None) -> list[str]:
     console = Console(width=width, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        now = shots()
-        console.print(frame(now, now, console))
+        now = now or shots()
+        console.print(frame(before or now, now, console))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -70,7 +70,13 @@ def test_a_host_tier_that_grows_says_how_far_it_is() -> None:
     assert now[0].stats is not None
     for pages, words in ((6, "25% is there"), (0, "0% is there"), (24, "50%")):
         now[0].stats.sides[0].host.pages = pages
-        console = Console(width=1000, force_terminal=True, color_system=None)
-        with console.capture() as capture:
-            console.print(frame(now, now, console))
-        assert words in capture.get()
+        assert words in "\n".join(shown(1000, now))
+
+
+@pytest.mark.parametrize(("counts", "said"), [((3, 7), "50%, 4 not stored"), ((7, 7), "50% ")])
+def test_pages_that_were_not_stored_since_the_frame_before(counts: tuple[int, int], said: str) -> None:
+    before, now = shots(), shots()
+    for each, count in zip((before, now), counts, strict=True):
+        assert each[0].stats is not None
+        each[0].stats.sides[0].tiers.unstored.add(reason="room", count=count)
+    assert said in "\n".join(shown(1000, now, before))

@@ -69,6 +69,10 @@ class Decode(Effects):
         """Pages of prompt x that the tree holds, all in the host tier."""
         return self.cache.namespace(NAMESPACE).tree.match(digests("x", 10)).pages
 
+    def behind(self) -> int:
+        """Rows that wait for what is before them."""
+        return self.core._keeper.blocks.rows_behind
+
     def take(self) -> None:
         self.seen = self.core.take_effects()
 
@@ -149,21 +153,88 @@ def test_a_page_on_its_way_to_the_tier_is_not_stored_again() -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_rows_whose_path_is_not_held_are_given_back(wrong: bool) -> None:
+def test_what_two_requests_share_is_stored_whichever_copy_ends_first(wrong: bool) -> None:
     side = Decode()
     (first,) = side.store(A, 2, 0)
-    (behind,) = side.store(B, 4, 10)
-    if wrong:
-        side.end(first, first.copy.device[0])
-        assert side.held() == 0
-    side.end(behind)
-    assert side.held() == 0
-    if not wrong:
-        side.end(first)
-    assert side.held() == side.cache.host_pages == (0 if wrong else 2)
-    (again,) = side.store(D, 4, 20)
+    (second,) = side.store(B, 4, 10)
+    (third,) = side.store(C, 5, 20)
+    for behind in (third, second):
+        side.end(behind)
+        assert side.held() == 0 and side.told("ended"), "its blocks are not needed any more"
+    assert side.cache.host_pages == 5 and side.behind() == 3
+    side.end(first, *first.copy.device[:wrong])
+    assert side.held() == side.cache.host_pages == (0 if wrong else 5)
+    assert side.cache.tiers.unstored == ({"prefix": 1 + 3} if wrong else {}) and not side.behind()
+    copies = side.store(D, 5, 30)
+    for again in copies:
+        side.end(again)
+    assert side.held() == 5 and len(copies) == wrong, "nothing is still on its way"
+
+
+def test_rows_wait_for_what_is_before_them_as_far_as_there_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.daemon.core.blocks.block_tier.MAX_BEHIND", 1)
+    side = Decode()
+    (first,) = side.store(A, 2, 0)
+    (second,) = side.store(B, 3, 10)
+    (third,) = side.store(C, 4, 20)
+    side.end(second)
+    side.end(third)
+    assert side.cache.host_pages == 3 and side.cache.tiers.unstored == {"behind": 1}
+    side.end(first)
+    assert side.held() == side.cache.host_pages == 3
+
+
+class Full(Decode):
+    """One copy to the tier at a time, and one store that waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvferry.daemon.core.tier_copies.MAX_COPIES", 1)
+        monkeypatch.setattr("kvferry.daemon.core.blocks.block_tier.MAX_WAITING", 1)
+        super().__init__()
+        (self.first,) = self.store(A, 1, 0)
+        assert not self.store(B, 3, 10) and not self.told("ended"), "its blocks are to be read yet"
+
+
+def test_a_store_waits_for_a_copy_with_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Full(monkeypatch)
+    with pytest.raises(RequestError, match="another request's"):
+        side.admit(D, 2, 10)
+    assert not side.store(C, 4, 20) and side.told("ended"), "a second one does not wait"
+    assert side.cache.tiers.unstored == {"copies": 3}
+    side.end(side.first)
+    (second,) = side.copies()
+    assert len(second.copy.host) == 2
+    side.end(second)
+    assert side.held() == 3 and side.told("ended") and not side.core.leases
+
+
+def test_what_waits_is_stored_from_the_first_page_that_is_lacking_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Full(monkeypatch)
+    side.end(side.first, side.first.copy.device[0])
+    (again,) = side.copies()
+    assert again.copy.digests == digests("x", 3)
     side.end(again)
-    assert side.held() == 4, "nothing is still on its way"
+    assert side.held() == 3 and not side.core.leases
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_waits_ends_with_its_request(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    side = Full(monkeypatch)
+    if lost:
+        side.core.worker_lost(1, 0.0)
+    else:
+        side.core.abort(1, B, 0.0)
+    side.take()
+    assert B not in side.core.leases and side.cache.tiers.unstored == {"ended": 2}
+    side.end(side.first)
+    assert not side.copies() and not side.core.leases and side.held() == 1
+
+
+def test_what_the_tier_has_no_room_for_is_counted() -> None:
+    side = Decode(host_pages=2)
+    (store,) = side.store(A, 5, 0)
+    side.end(store)
+    assert side.held() == 2 and side.cache.tiers.unstored == {"room": 3}
 
 
 def test_a_store_ends_at_its_first_wrong_page() -> None:

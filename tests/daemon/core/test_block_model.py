@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvferry.daemon.core import tier_copies
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import (
@@ -33,6 +34,7 @@ from kvferry.radix.tree import RESTORE
 PAGE, BLOCK, BLOCKS = 4, 2, 40
 SPACE = bytes(32)
 PER_PAGE = PAGE // BLOCK
+MAX_COPIES = tier_copies.MAX_COPIES
 SHAPE = BlockShape(BLOCKS, BLOCK, PAGE)
 CANARY = b"the engine's"
 
@@ -81,8 +83,13 @@ class BlockMachine(RuleBasedStateMachine):
         self.bound: dict[int, tuple[int, ...]] = {}
         self.workers, self.lost = {1, 2}, set[int]()
 
-    @initialize(host=st.sampled_from([0, 4, 12, 60]), quota=st.sampled_from([Quota(), Quota(2, 3, 2, 8)]))
-    def configure(self, host: int, quota: Quota) -> None:
+    @initialize(
+        host=st.sampled_from([0, 4, 12, 60]),
+        quota=st.sampled_from([Quota(), Quota(2, 3, 2, 8)]),
+        most=st.sampled_from([1, MAX_COPIES]),
+    )
+    def configure(self, host: int, quota: Quota, most: int) -> None:
+        tier_copies.MAX_COPIES = most
         limits = CacheLimits(in_blocks=True, default_quota=quota)
         cache = Cache(2 * BLOCKS, PAGE, host_pages=host, limits=limits)
         decode = DecodeLimits(max_tokens=64, page_bytes=64, admission_seconds=40.0, queue=8)
@@ -332,11 +339,14 @@ class BlockMachine(RuleBasedStateMachine):
             assert namespace.tree.pages == 0
         if cache.host is not None:
             stored = sum(len(each.copy.host) for each in self.copies if each.copy.kind != RESTORE)
+            stored += self.core._keeper.blocks.rows_behind  # of copies that have ended
             assert cache.host_pages == sum(n.tree.host_pages for n in cache.namespaces.values()) + stored
         if not self.core.leases:
             assert not cache.locks and not cache.promised and not self.copies
+            assert not self.core._keeper.blocks.rows_behind
 
     def teardown(self) -> None:
+        tier_copies.MAX_COPIES = MAX_COPIES
         if not hasattr(self, "core"):
             return
         for name in self.of_state("admitted", "ready", "owes an abort"):
@@ -345,7 +355,7 @@ class BlockMachine(RuleBasedStateMachine):
             self.core.worker_lost(worker, self.now)
             self.core.worker_gone(worker, self.now)
         self.core.take_effects()
-        for started in self.copies:
+        for started in self.copies:  # none begins behind them: what waits has ended with its worker
             self.core.copy_ended(started.number, [], 0, 0.0, self.now)
         for number in list(self.transfers):
             self.core.transfer_drained(number, self.now)

@@ -24,6 +24,8 @@ def snapshot() -> cache.StatsReply:
         side.requests.failures.add(reason="unavailable", count=2)
         side.transfers.failures.add(reason="wrong_parts", count=1)
         side.transfers.aborts.add(reason="request_ended", count=6)
+        side.tiers.unstored.add(reason="room", count=5)
+        side.host.pages, side.host.asked_pages = 12, 24
         side.way_back.choices.add(reason="fetched", count=2)
         side.admit_to_ready.seconds.CopyFrom(wire)
         side.admit_to_ready.stages.add(stage="queue").seconds.CopyFrom(wire)

@@ -74,6 +74,9 @@ def test_values_are_those_of_the_snapshot() -> None:
     assert found["kvferry_request_failures_total", (("code", "unavailable"), ("role", "decode"))] == 2
     ended = ("outcome", "aborted"), ("reason", "request_ended"), ("role", "decode")
     assert found["kvferry_transfers_ended_total", ended] == 6
+    assert found["kvferry_unstored_pages_total", (("reason", "room"), ("role", "decode"))] == 5
+    host = ("role", "decode"), ("tier", "host")
+    assert (found["kvferry_pool_pages", host], found["kvferry_pool_asked_pages", host]) == (12, 24)
     peer = ("peer", "p"), ("role", "decode")
     assert found["kvferry_peer_up", peer] == 1
     assert found["kvferry_slots", (*peer, ("state", "granted"))] == 13
