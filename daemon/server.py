@@ -20,7 +20,7 @@ from kvferry.daemon.capabilities import capabilities
 from kvferry.daemon.config.model import DaemonConfig, flag_of, new_incarnation
 from kvferry.daemon.config.values import ConfigError, size
 from kvferry.daemon.grpc_servers import CALLS_PER_CLIENT, GrpcServers, make_servers
-from kvferry.daemon.memory.capacity import host_lacks
+from kvferry.daemon.memory.capacity import host_lacks, index_lacks
 from kvferry.daemon.observe.health import HealthWatch
 from kvferry.daemon.observe.room import RoomWatch
 from kvferry.daemon.observe.stats import Snapshots
@@ -121,7 +121,7 @@ class Daemon:
         for number in end_signals():
             loop.add_signal_handler(number, self._on_signal, number)  # before anybody hears that it is ready
         self._look_at_the_machine()
-        for lack in host_lacks(config):
+        for lack in host_lacks(config) + index_lacks(config):
             log.warning("what is asked for does not fit: %s", lack)
         await self._room.look()
         clear_socket(config.socket)

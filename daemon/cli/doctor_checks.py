@@ -20,7 +20,14 @@ from kvferry.daemon.cli.doctor_peers import peers
 from kvferry.daemon.cli.findings import BAD, NOTE, OK, Finding
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_address, size
-from kvferry.daemon.memory.capacity import SHM_REMEDY, in_memory, in_shm, lacks_on_gpus, shared_memory
+from kvferry.daemon.memory.capacity import (
+    SHM_REMEDY,
+    in_memory,
+    in_shm,
+    index_lacks,
+    lacks_on_gpus,
+    shared_memory,
+)
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.daemon.peers.handshake import has_way_back
 from kvferry.daemon.peers.tls import TlsError, files_of, read_identity, utc
@@ -52,6 +59,9 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(BAD, what, "cannot be written to", "run as a user who may, or set --shm-dir")
     else:
         yield Finding(OK, what, text)
+    for lack in index_lacks(config):
+        found, _, remedy = lack.removeprefix(f"{what}: ").partition(". ")
+        yield Finding(NOTE, what, found, remedy)
     slots = _slot_bytes(config) * max(1, len(config.peers))
     room = memory_room.tightest() or memory_room.MemoryRoom("nothing that the system says", sys.maxsize)
     shared, tier = in_shm(config), in_memory(config)

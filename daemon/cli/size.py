@@ -201,6 +201,7 @@ def _rows(needs: tuple[Need, ...], servers: Servers) -> list[tuple[str, list[str
         ),
         ("memory of each GPU, for the daemon", sized([need.gpu_bytes for need in needs])),
         ("/dev/shm", sized([need.shm_bytes for need in needs])),
+        ("  of it, the index of what is held", sized([need.index_bytes for need in needs])),
         ("memory limit, /dev/shm included", sized([need.memory_bytes for need in needs])),
         ("UCX ports", [f"{FIRST_PORT}-{need.last_port}" for need in needs]),
         ("open files (ulimit -n)", [str(need.files) for need in needs]),

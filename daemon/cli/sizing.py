@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.daemon.memory.block_table import SHARING
+from kvferry.radix.pool import HeldIndex
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.pool_shape import page_bytes_of
 
@@ -81,6 +83,7 @@ class Need:
     sessions: int
     slot_memory: int  # of all sessions
     gpu_bytes: int  # of each GPU, with the pool
+    index_bytes: int  # of what is held, in /dev/shm
     shm_bytes: int  # /dev/shm: sizeLimit of a memory-backed volume
     memory_bytes: int  # of the daemon's container, with shared memory
     last_port: int  # of --ucx-ports, on one network interface
@@ -135,7 +138,9 @@ def _need(
     if servers.on_gpus:
         buffers = TIER_BUFFERS_BYTES + host_bytes // TIER_TABLES if host_bytes else 0
         gpu_bytes = pool_bytes // servers.ranks + (1 + sessions) * CONTEXT_BYTES + rank_slots + buffers
-    shm = 0 if servers.on_gpus else pool_bytes
+    ids = SHARING * running if servers.blocks else pool_bytes // page_bytes
+    index = HeldIndex.bytes_for(max(1, ids + host_bytes // geometry.page_bytes))
+    shm = index + (0 if servers.on_gpus else pool_bytes)
     memory = shm + host_bytes + PROCESS_BYTES + sessions * COURIER_BYTES + (0 if servers.on_gpus else slot_memory)
     peers = max(LEAST_PEERS, sessions)
     return Need(
@@ -150,6 +155,7 @@ def _need(
         sessions=sessions,
         slot_memory=slot_memory,
         gpu_bytes=gpu_bytes,
+        index_bytes=index,
         shm_bytes=shm,
         memory_bytes=memory,
         last_port=FIRST_PORT + max(LEAST_PORTS, PORTS_A_PEER * sessions) - 1,

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import size
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
+from kvferry.radix.pool import HeldIndex
 from kvferry.transfer.mapping import memory_room
 
-SHM_REMEDY = (
-    "a smaller --pool-bytes, another --shm-dir, or more: mount -o remount,size=...; in a container "
-    "--shm-size, or a memory-backed emptyDir with a sizeLimit"
+MORE_SHM = (
+    "another --shm-dir, or more: mount -o remount,size=...; in a container --shm-size, or a memory-backed emptyDir "
+    "with a sizeLimit"
 )
+SHM_REMEDY = f"a smaller --pool-bytes, {MORE_SHM}"
+SMALL_PAGE_BYTES = 64 << 10  # few models have smaller ones, of 16 tokens
 
 
 def pools(config: DaemonConfig, roles: int | None = None) -> int:
@@ -38,6 +41,27 @@ def shared_memory(config: DaemonConfig, roles: int | None = None) -> tuple[str, 
     """The room that --shm-dir has and what it is to hold, in words, and whether that is enough."""
     free, needed = shutil.disk_usage(config.shm_dir).free, in_shm(config, roles)
     return f"{size(free)} free" + (f"; pools take {size(needed)}" if needed else ""), free >= needed
+
+
+def index_room(config: DaemonConfig) -> tuple[int, int]:
+    """Bytes that are left in --shm-dir for each role's index of what is held, beside the pools, and the bytes that a
+    page must have for the index to fit: how many an engine's have is not known yet."""
+    left = max(0, shutil.disk_usage(config.shm_dir).free - in_shm(config)) // len(config.roles)
+    pages = 1
+    while HeldIndex.bytes_for(2 * pages) <= left:  # it is as large for all up to a power of two
+        pages *= 2
+    return left, -(-(config.host_bytes + pools(config, 1)) // pages)
+
+
+def index_lacks(config: DaemonConfig) -> list[str]:
+    """The reason for which engines with small pages will be refused, with its remedy."""
+    if not os.path.isdir(config.shm_dir) or in_shm(config) > shutil.disk_usage(config.shm_dir).free:
+        return []  # said of the pools
+    left, page_bytes = index_room(config)
+    if page_bytes <= SMALL_PAGE_BYTES:
+        return []
+    there = f"shared memory {config.shm_dir}: {size(left)} are left for the index of the pages that are held"
+    return [f"{there}; an engine whose pages have less than {size(page_bytes)} is refused. {MORE_SHM}"]
 
 
 def lacks_on_gpus(config: DaemonConfig, driver: Driver, roles: int | None = None) -> Iterator[str]:

@@ -17,9 +17,14 @@ class HeldPages:
 
     def __init__(self, directory: str, name: str, pages: int) -> None:
         """OSError where there is too little memory."""
-        self._segment = Segment.create(directory, name, HeldIndex.bytes_for(pages))
+        self._segment = Segment.create(directory, name, self.bytes_for(pages))
         self._index = HeldIndex(self._segment.buffer)
         self._cache: Cache | None = None
+
+    @staticmethod
+    def bytes_for(pages: int) -> int:
+        """Bytes of shared memory for so many pages."""
+        return HeldIndex.bytes_for(pages)
 
     def show(self, cache: Cache) -> None:
         """Has in it what the cache holds, from now on."""

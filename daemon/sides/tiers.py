@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import secrets
+import shutil
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import RequestError, exhausted, precondition
 from kvferry.daemon.core.limits import BlockShape
 from kvferry.daemon.memory.block_table import BlockTable, page_ids_of
+from kvferry.daemon.memory.capacity import MORE_SHM
 from kvferry.daemon.memory.held_pages import HeldPages
 from kvferry.daemon.memory.host_tier import HostTier, open_tier
 from kvferry.daemon.memory.interface import PoolMemory
@@ -327,7 +329,10 @@ class SideTiers:
         try:
             self._held = await make_in_thread(making, HeldPages.close)
         except OSError as error:
-            raise exhausted(f"index of what is held (--shm-dir {self._config.shm_dir}): {error}") from error
+            nbytes, where = HeldPages.bytes_for(pages + host_pages), self._config.shm_dir
+            what = f"index of {pages + host_pages} pages that may be held, {nbytes} bytes in {where}"
+            free = f"which has {shutil.disk_usage(where).free} free"
+            raise exhausted(f"{what}, {free}: {error.strerror}; a smaller --host-bytes, {MORE_SHM}") from error
         return self._held
 
     def _withdraw(self) -> None:

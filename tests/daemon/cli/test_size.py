@@ -183,11 +183,13 @@ def test_memory_of_a_pod_and_of_a_gpu() -> None:
     geometry = model_kv(SMOLLM2).geometry(64, "")
     on_cpus = decode_need(geometry, CHATS, servers(on_gpus=0, prefills=3, slot_bytes=8 << 20))
     slots = 3 * 16 * 8 << 20
-    assert on_cpus.shm_bytes == on_cpus.pool_bytes
-    assert on_cpus.memory_bytes == on_cpus.pool_bytes + on_cpus.host_bytes + slots + (100 + 3 * 60 << 20)
+    assert on_cpus.shm_bytes == on_cpus.pool_bytes + on_cpus.index_bytes
+    index = on_cpus.index_bytes - 64
+    assert 32 <= index / (on_cpus.running_pages + on_cpus.kept_pages) <= 64 and index & index - 1 == 0
+    assert on_cpus.memory_bytes == on_cpus.shm_bytes + on_cpus.host_bytes + slots + (100 + 3 * 60 << 20)
     assert on_cpus.gpu_bytes == 0
     on_gpus = decode_need(geometry, CHATS, servers(ranks=3, prefills=2))
-    assert on_gpus.shm_bytes == 0
+    assert on_gpus.shm_bytes == on_gpus.index_bytes == on_cpus.index_bytes
     buffers = (288 << 20) + on_gpus.host_bytes // 512
     assert on_gpus.gpu_bytes == on_gpus.pool_bytes // 3 + 3 * (288 << 20) + 2 * (1 << 30) + buffers
     back = decode_need(geometry, CHATS, servers("auto", ranks=3, prefills=2))

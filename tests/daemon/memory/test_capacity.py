@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import time
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import grpc
 import pytest
@@ -17,6 +19,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.memory import capacity as pool_room
 from kvferry.daemon.memory import making
 from kvferry.daemon.memory.gpu_probe import Driver
+from kvferry.daemon.memory.held_pages import HeldPages
 from kvferry.daemon.peers.dialing import dial_plainly
 from kvferry.daemon.services.worker import WorkerService
 from kvferry.daemon.sides.decode import DecodeSide
@@ -81,6 +84,21 @@ def test_a_host_tier_that_does_not_fit_in_memory_is_said_and_takes_no_shared_mem
     assert finding.remedy.startswith("a smaller --host-bytes")
 
 
+@pytest.mark.parametrize(("roles", "page"), [("decode", "112.0 KiB"), ("both", "224.0 KiB")])
+def test_pages_of_which_there_can_be_no_index_are_said(
+    roles: Literal["decode", "both"], page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_room.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    config = DaemonConfig(role=roles, device="cuda:0", pool_bytes=8 << 30, host_bytes=104 << 30, shm_dir=str(tmp_path))
+    (lack,) = pool_room.index_lacks(config)
+    left = "64.0 MiB" if roles == "decode" else "32.0 MiB"
+    assert lack.startswith(f"shared memory {tmp_path}: {left} are left for the index of the pages that are held; ")
+    assert f"an engine whose pages have less than {page} is refused. another --shm-dir, or more" in lack
+    _, note, *_ = doctor.memory(config)
+    assert note.level == "note" and note.found.endswith("is refused") and note.remedy.startswith("another --shm-dir")
+    assert not pool_room.index_lacks(config.model_copy(update={"host_bytes": 24 << 30}))
+
+
 def test_what_does_not_fit_on_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "Driver", TwoGpus)
     monkeypatch.setattr(pool_room, "Driver", TwoGpus)
@@ -110,13 +128,31 @@ class Call:
         raise PermissionError(f"{code.name}: {details}")
 
 
+@pytest.mark.parametrize(
+    ("owner", "made", "what", "flags"),
+    [
+        (making.SharedPoolMemory, "create", "pool of 1048576 bytes in ", "--pool-bytes or --shm-dir"),
+        (
+            HeldPages,
+            "__init__",
+            "index of 192 pages that may be held, 8256 bytes in .*, which has [0-9]+ free: ",
+            "--host-bytes, another --shm-dir, or more: .*",
+        ),
+    ],
+)
 def test_a_refused_worker_is_logged_and_told_the_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: type,
+    made: str,
+    what: str,
+    flags: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(making.SharedPoolMemory, "create", full)
+    monkeypatch.setattr(owner, made, full)
     geometry = common_pb2.Geometry(layers=2, kv_heads=1, head_dim=16, dtype="float32")
     facts = common_pb2.NamespaceFacts(
         model="synthetic", revision="1", geometry=geometry, digest_algorithm="sha256_cbor", root_digest=root_digest()
@@ -124,15 +160,15 @@ def test_a_refused_worker_is_logged_and_told_the_flags(
     hello = worker_pb2.WorkerHello(protocol=1, role=common_pb2.ROLE_DECODE, worker="w\n0", facts=facts)
 
     async def story() -> None:
-        config = DaemonConfig(role="decode", shm_dir=str(tmp_path), pool_bytes=1 << 20)
+        config = DaemonConfig(role="decode", shm_dir=str(tmp_path), pool_bytes=1 << 20, host_bytes=2 << 20)
         side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
         service = WorkerService({"decode": side}, "")
-        with pytest.raises(PermissionError, match=r"RESOURCE_EXHAUSTED: pool of 1048576 bytes in .*--shm-dir"):
+        with pytest.raises(PermissionError, match=f"RESOURCE_EXHAUSTED: {what}.*--shm-dir"):
             await service.Session(None, cast(Any, Call(hello)))
         await side.close()
 
     asyncio.run(story())
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     said = record.getMessage()
-    assert said.startswith(r"decode worker 'w\n0' is refused: RESOURCE_EXHAUSTED: pool of 1048576 bytes in")
-    assert said.endswith("No space left on device; change --pool-bytes or --shm-dir")
+    assert re.match(rf"decode worker 'w\\n0' is refused: RESOURCE_EXHAUSTED: {what}", said), said
+    assert re.search(f"No space left on device; (change|a smaller) {flags}$", said), said
