@@ -252,7 +252,7 @@ class RequestStats(_message.Message):
     def __init__(self, admitted: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ..., recent_hit_rate: _Optional[float] = ..., recent_requests: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., retracted: _Optional[int] = ..., overtaken: _Optional[int] = ..., reserved: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., oldest_seconds: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("spilled_pages", "restored_pages", "backup_pages", "spill_failed_pages", "restore_failed_pages", "mismatched_pages", "dropped_pages", "host_evicted_pages", "spill_seconds", "restore_seconds", "copies", "recovered_pages", "orphan_pages", "discarded_entries", "unverified_pages", "unstored")
+    __slots__ = ("spilled_pages", "restored_pages", "backup_pages", "spill_failed_pages", "restore_failed_pages", "mismatched_pages", "dropped_pages", "host_evicted_pages", "spill_seconds", "restore_seconds", "copies", "recovered_pages", "orphan_pages", "discarded_entries", "unverified_pages", "unstored", "host_stays")
     SPILLED_PAGES_FIELD_NUMBER: _ClassVar[int]
     RESTORED_PAGES_FIELD_NUMBER: _ClassVar[int]
     BACKUP_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,7 @@ class TierStats(_message.Message):
     DISCARDED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     UNVERIFIED_PAGES_FIELD_NUMBER: _ClassVar[int]
     UNSTORED_FIELD_NUMBER: _ClassVar[int]
+    HOST_STAYS_FIELD_NUMBER: _ClassVar[int]
     spilled_pages: int
     restored_pages: int
     backup_pages: int
@@ -285,7 +286,8 @@ class TierStats(_message.Message):
     discarded_entries: int
     unverified_pages: int
     unstored: _containers.RepeatedCompositeFieldContainer[ReasonCount]
-    def __init__(self, spilled_pages: _Optional[int] = ..., restored_pages: _Optional[int] = ..., backup_pages: _Optional[int] = ..., spill_failed_pages: _Optional[int] = ..., restore_failed_pages: _Optional[int] = ..., mismatched_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., host_evicted_pages: _Optional[int] = ..., spill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., copies: _Optional[int] = ..., recovered_pages: _Optional[int] = ..., orphan_pages: _Optional[int] = ..., discarded_entries: _Optional[int] = ..., unverified_pages: _Optional[int] = ..., unstored: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ...) -> None: ...
+    host_stays: str
+    def __init__(self, spilled_pages: _Optional[int] = ..., restored_pages: _Optional[int] = ..., backup_pages: _Optional[int] = ..., spill_failed_pages: _Optional[int] = ..., restore_failed_pages: _Optional[int] = ..., mismatched_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., host_evicted_pages: _Optional[int] = ..., spill_seconds: _Optional[float] = ..., restore_seconds: _Optional[float] = ..., copies: _Optional[int] = ..., recovered_pages: _Optional[int] = ..., orphan_pages: _Optional[int] = ..., discarded_entries: _Optional[int] = ..., unverified_pages: _Optional[int] = ..., unstored: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., host_stays: _Optional[str] = ...) -> None: ...
 
 class CopyStats(_message.Message):
     __slots__ = ("strategies", "fallbacks", "forced")

@@ -239,6 +239,8 @@ def _host_rows(host: cache.PoolStats, tiers: cache.TierStats) -> list[tuple[str,
         ("  failed spills / restores / of them by checksum", failed),
         ("  dropped from the device / evicted", f"{tiers.dropped_pages} / {tiers.host_evicted_pages}"),
     ]
+    if tiers.host_stays:
+        rows.insert(1, ("  it stays so", tiers.host_stays))
     if tiers.unstored:
         reasons = ", ".join(f"{each.reason} {each.count}" for each in tiers.unstored)
         rows.append(("  pages of blocks not stored, by why", reasons))

@@ -34,11 +34,13 @@ HUGE_PAGE_BYTES = 2 << 20
 class GrowingRows:
     """The rows of a tier, of which the first `pages` are there, and pinned where a pinner is given."""
 
-    def __init__(self, rows: TierRows, asked: int, pinner: Pinner | None, near: Sequence[frozenset[int]]) -> None:
+    def __init__(
+        self, rows: TierRows, asked: int, row_bytes: int, pinner: Pinner | None, near: Sequence[frozenset[int]]
+    ) -> None:
         """`near`: CPUs beside each device; chunk by chunk it is the next one's turn."""
         self.asked = asked
         self.pages = 0
-        self.row_bytes = len(rows.buffer) // asked
+        self.row_bytes = row_bytes
         self._step = self._rows_of_a_chunk()
         self._rows = rows
         self.can_be_sent = True

@@ -30,7 +30,7 @@ from kvferry.daemon.memory.interface import PoolMemory
 from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import OUTPUT_PAGE, Recovered, layout_fingerprint
-from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, TierRows, checksum_rows, verify_rows
+from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, NoRows, TierRows, checksum_rows, verify_rows
 from kvferry.waiting import complete
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,10 @@ class HostTier:
     ) -> None:
         """`near`: CPUs beside each of the devices. Nothing of it is there before `grow`."""
         self._rows = rows
-        self._there = GrowingRows(rows, pages, memory.pinner(), near)
+        self._there = GrowingRows(rows, pages, memory.shape.row_bytes, memory.pinner(), near)
         self._grown = False
+        self.stays = ""
+        """Why it has fewer rows than were asked for, and comes to no more."""
         self._memory: PoolMemory | None = None
         self.attach(memory)
         self._file = rows if isinstance(rows, FileRows) else None
@@ -117,6 +119,11 @@ class HostTier:
         """Whether rows may come yet that an earlier daemon's file holds."""
         return self.survives and not self._grown
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether there is no row, and none will come."""
+        return self._grown and not self._there.pages
+
     async def grow(self, cache: Cache, first: bytes, grown: Callable[[], None]) -> None:
         """Has its rows be made, chunk by chunk, and what a file holds in them put into the trees: of the namespace
         `first`, for which a place is kept, and of those that are met while there is one. `grown` hears of each chunk,
@@ -138,6 +145,7 @@ class HostTier:
         except AssertionError:
             raise  # a broken invariant, by which the daemon ends
         except Exception as error:
+            self.stays = str(error)
             log.error("the host tier stays at %d of %d pages: %s", there.pages, there.asked, error)
         self._grown = True
         cache.end_recovery()
@@ -351,15 +359,10 @@ class HostTier:
 
 
 def open_tier(config: DaemonConfig, role: str, facts: NamespaceFacts, memory: PoolMemory, cache: Cache) -> HostTier:
-    """The host tier of the cache; it has yet to grow. OSError, ValueError."""
-    shape = memory.shape
-    page_bytes, pages = shape.row_bytes, cache.host_asked
-    rows: TierRows
-    if config.host_dir and not (role == "prefill" and memory.block_table is not None):
-        layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
-        rows = FileRows.open(config.host_dir, pages=pages, page_bytes=page_bytes, layout=layout, role=role)
-    else:
-        rows = AnonymousRows(pages, page_bytes)
+    """The host tier of the cache; it has yet to grow. One that cannot be had says so as it comes to nothing: its daemon
+    serves without it."""
+    pages = cache.host_asked
+    rows = _rows_of(config, role, memory, pages)
     try:
         tier = HostTier(memory, rows, pages, checksums=config.checksums == "on", near=near_cpus(config.devices))
     except BaseException:
@@ -370,6 +373,18 @@ def open_tier(config: DaemonConfig, role: str, facts: NamespaceFacts, memory: Po
     if tier.survives:
         cache.begin_recovery()
     return tier
+
+
+def _rows_of(config: DaemonConfig, role: str, memory: PoolMemory, pages: int) -> TierRows:
+    shape, in_file = memory.shape, bool(config.host_dir) and not (role == "prefill" and memory.block_table is not None)
+    try:
+        if not in_file:
+            return AnonymousRows(pages, shape.row_bytes)
+        layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
+        return FileRows.open(config.host_dir, pages=pages, page_bytes=shape.row_bytes, layout=layout, role=role)
+    except (OSError, ValueError) as error:
+        flags = f"--host-dir {config.host_dir!r}" if in_file else "--host-bytes"
+        return NoRows(f"{pages * shape.row_bytes} bytes ({flags}) cannot be had: {error}")
 
 
 def cache_limits(config: DaemonConfig, in_blocks: bool) -> CacheLimits:

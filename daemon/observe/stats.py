@@ -237,6 +237,7 @@ def _tiers(side: AnySide, stats: wire.TierStats) -> None:
     stats.orphan_pages = sum(namespace.tree.orphans for namespace in cache.namespaces.values())
     stats.unverified_pages = side.tiers.unverified_pages
     stats.unstored.extend(_reasons(tiers.unstored))
+    stats.host_stays = side.tiers.host_stays
 
 
 def _copies(copies: CopyStatistics, stats: wire.CopyStats) -> None:

@@ -143,7 +143,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             namespace = cache.namespaces.get(request.namespace_id)
             reply.pages = cache.most(namespace) if namespace is not None else cache.pool.pages
             reply.fetch_tokens = side.fetch_tokens
-            reply.drops = cache.host is None and cache.limits.in_blocks
+            reply.drops = side.tiers.keeps_nothing
         if (held := side.tiers.held) is not None:
             reply.file, reply.nbytes = held.path, held.nbytes
         return reply

@@ -7,7 +7,6 @@ They are made when the first worker says what model it serves; later workers mus
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import secrets
 import shutil
@@ -130,6 +129,16 @@ class SideTiers:
         return self._host.unverified if self._host is not None else 0
 
     @property
+    def host_stays(self) -> str:
+        """See `HostTier.stays`."""
+        return self._host.stays if self._host is not None else ""
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether pages that are blocks of their engine's have no host tier to be kept in."""
+        return self.cache.limits.in_blocks and (self._host is None or self._host.is_nothing)
+
+    @property
     def host_survives(self) -> bool:
         """Whether there is a host tier, and the next daemon finds again what it holds."""
         return self._host is not None and self._host.survives
@@ -215,14 +224,9 @@ class SideTiers:
         except BaseException as error:
             self._withdraw()
             await _let_go(memory)
-            if not isinstance(error, OSError | ValueError):
-                raise
-            nbytes = host_pages * facts.geometry.page_bytes
-            flags = f"--host-dir {self._config.host_dir!r}" if self._config.host_dir else "--host-bytes"
-            message = f"host tier of {nbytes} bytes ({flags}): {error}"
-            log.warning("%s", message)
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG)
-            raise (exhausted(message) if full else precondition(message)) from error
+            if isinstance(error, ValueError):
+                raise precondition(f"this daemon cannot make the tiers: {error}") from error
+            raise
         self.take(facts, cache, memory, host)
         self._blocks = self._shape_of(registration)
         self._engine_stows = self._may_stow(registration)

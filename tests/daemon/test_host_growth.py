@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import mmap
+import re
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -162,3 +166,57 @@ def test_how_far_it_has_come_is_told(tmp_path: Path, go_on: threading.Event) -> 
             assert f"{asked} x " in shown(told) and " of " not in shown(told).partition("host pages")[2].split("\n")[0]
 
     asyncio.run(story())
+
+
+def locked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FileRows:
+    """Another daemon has the file."""
+    return FileRows.open(str(folder / "host"), pages=1, page_bytes=1, layout=bytes(32), role="decode")
+
+
+def without_addresses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = mmap.mmap
+
+    def strict(fd: int, nbytes: int, **how: int) -> mmap.mmap:
+        if fd == -1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return make(fd, nbytes, **how)
+
+    monkeypatch.setattr(mmap, "mmap", strict)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "in_file", "why"),
+    [
+        (locked, True, r"\(--host-dir '.*/host'\) cannot be had: .*another has it locked: .*kvferry-host-decode.rows"),
+        (without_addresses, False, r"\(--host-bytes\) cannot be had: .*1048576 bytes of addresses .* RLIMIT_AS is "),
+    ],
+)
+def test_a_tier_that_cannot_be_had_costs_no_more_than_the_tier(
+    breaks: Callable[[Path, pytest.MonkeyPatch], Any],
+    in_file: bool,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        folder = str(tmp_path / "host") if in_file else ""
+        async with served(config_of(tmp_path, host_dir=folder, host_bytes=1 << 20), threading.Event()) as daemon:
+            with monkeypatch.context() as patch:
+                kept = breaks(tmp_path, patch)
+                side = daemon.sides["decode"]
+                await side.register(hello())
+                await until(lambda: side.tiers.host_stays)
+            told = side_stats(side)
+            assert (told.host.pages, told.host.asked_pages) == (0, side.cache.host_asked) and told.pool.pages > 0
+            assert re.search(f"1048576 bytes {why}", told.tiers.host_stays), told.tiers.host_stays
+            assert "it stays so" in shown(told)
+            assert daemon._snapshots.take().lacks == [] and not side.tiers.reads_file
+            pages = side.cache.take(side.cache.namespace(bytes(32)), side.cache.pool.pages)
+            assert pages is not None, "the pool serves"
+            if kept is not None:
+                kept.close()
+
+    asyncio.run(story())
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert error.startswith("the host tier stays at 0 of ") and re.search(why, error)

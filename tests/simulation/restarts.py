@@ -49,7 +49,7 @@ class Restarts:
     def mend_tiers(self) -> None:
         """An operator ends each decode daemon whose host tier came to nothing: the next one's may grow."""
         for side in list(self._simulation.decodes):
-            if side.cache.host is not None and cast("SimTier", side.tiers.host).came_to_nothing:
+            if side.cache.host is not None and side.tiers.host.is_nothing:
                 self._clock.counts["daemons ended for a tier without a row"] += 1
                 self._end(side, "closed")
 

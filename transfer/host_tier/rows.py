@@ -96,6 +96,29 @@ class AnonymousRows:
             self._memory.close()
 
 
+class NoRows:
+    """Rows that cannot be had, and why."""
+
+    def __init__(self, why: str) -> None:
+        self.buffer = memoryview(b"")
+        self._why = why
+
+    def lacks(self, start: int, end: int) -> str:
+        return self._why
+
+    def make(self, start: int, end: int, cpus: Collection[int]) -> None:
+        raise OSError(errno.ENOMEM, self._why)
+
+    def unmake(self, start: int, end: int) -> None:
+        """There is nothing."""
+
+    def recover(self, first: int, last: int) -> Recovered | None:
+        return None
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
 class FileRows:
     """Rows in a named file, with the index by which the next daemon finds what is in them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Iterator
@@ -23,14 +24,19 @@ class MemoryRoom:
         return f"{wanted} bytes are wanted, {self.name} leaves {self.nbytes}" if wanted > self.nbytes else ""
 
 
-def of_the_machine() -> MemoryRoom | None:
-    """The machine's memory, of which some stays with whoever else runs there: an eighth, 2 GiB at most. None where the
-    system does not say."""
+def _meminfo() -> dict[str, int]:
+    """Bytes, by the names of /proc/meminfo; none where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return None
-    found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if value}
+        return {}
+    return {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if value}
+
+
+def of_the_machine() -> MemoryRoom | None:
+    """The machine's memory, of which some stays with whoever else runs there: an eighth, 2 GiB at most. None where the
+    system does not say."""
+    found = _meminfo()
     if "MemAvailable" not in found:
         return None
     others = min(MOST_FOR_OTHERS, found.get("MemTotal", 0) // 8)
@@ -80,6 +86,16 @@ def lacks(nbytes: int) -> str:
     """Why so many bytes more do not fit; "" where they do."""
     room = tightest()
     return room.lacks(nbytes) if room is not None else ""
+
+
+def of_addresses() -> str:
+    """What bounds the addresses of this process, whether anything is there or not, for an operator."""
+    limit, found = resource.getrlimit(resource.RLIMIT_AS)[0], _meminfo()
+    words = [f"RLIMIT_AS is {'none' if limit == resource.RLIM_INFINITY else limit}"]
+    with contextlib.suppress(OSError):
+        words.append(f"vm.overcommit_memory {Path('/proc/sys/vm/overcommit_memory').read_text().strip()}")
+    words += [f"{name} of /proc/meminfo {found[name]}" for name in ("CommitLimit", "Committed_AS") if name in found]
+    return ", ".join(words)
 
 
 def to_lock() -> MemoryRoom | None:

@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from kvferry.transfer.mapping import memory_room
+
 POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_...: Linux 5.14
 MAP_NORESERVE = 0x4000  # not in `mmap` before Python 3.13
 THREADS = 16  # one clears some 3 GiB/s
@@ -32,6 +34,9 @@ def reserve(nbytes: int) -> mmap.mmap:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except OverflowError:
         raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than a process can have") from None
+    except OSError as error:
+        bounds = f"{nbytes} bytes of addresses are wanted: {error.strerror}; {memory_room.of_addresses()}"
+        raise OSError(error.errno, bounds) from None
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

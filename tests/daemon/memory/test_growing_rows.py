@@ -77,7 +77,7 @@ class Pins:
 
 
 def growing(rows: Rows, pinner: Pinner | None = None, near: list[frozenset[int]] | None = None) -> GrowingRows:
-    return GrowingRows(rows, ROWS, pinner, near or [])
+    return GrowingRows(rows, ROWS, ROW, pinner, near or [])
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_chunks_follow_each_other_and_end_where_rows_and_pages_do(row: int, aske
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(growing_rows, "CHUNK_BYTES", size)
         anything: Any = SimpleNamespace(buffer=buffer)
-        chunks = GrowingRows(anything, asked, None, []).chunks()
+        chunks = GrowingRows(anything, asked, row, None, []).chunks()
         behind = 0
         for _ in range(20):
             if (chunk := next(chunks, None)) is None:
@@ -274,7 +274,7 @@ def test_a_file_whose_header_is_wrong_counts_as_one_entry(caplog: pytest.LogCapt
 @given(st.lists(st.integers(0, 23), unique=True, max_size=24), st.integers(1, 9))
 def test_no_part_of_a_copy_goes_over_the_end_of_a_chunk(rows: list[int], step: int) -> None:
     """Neighbours are copied as one, and drivers refuse one copy of what was pinned apart."""
-    growing = GrowingRows(Rows(), ROWS, None, ())
+    growing = GrowingRows(Rows(), ROWS, ROW, None, ())
     growing._step = step
     at = np.array(rows, np.int64)
     parts = [at[part].tolist() for part in growing.parts(at)]

@@ -246,11 +246,6 @@ class SimTier(HostTier):
     def rows_there(self) -> int:
         return self._there.pages
 
-    @property
-    def came_to_nothing(self) -> bool:
-        """It has grown as far as it will, and has no row."""
-        return self._grown and not self._there.pages
-
     def row(self, row: int) -> bytes:
         """What a row that is readable is said to hold."""
         return self._claimed[row]
