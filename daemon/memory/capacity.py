@@ -12,6 +12,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import size
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.radix.pool import HeldIndex
+from kvferry.transfer.host_tier.rows import wanted_in_memory
 from kvferry.transfer.mapping import memory_room
 
 MORE_SHM = (
@@ -95,7 +96,9 @@ def pool_lacks(config: DaemonConfig, roles: int | None = None) -> list[str]:
 def host_lacks(config: DaemonConfig) -> list[str]:
     """The reason for which the host tier will stay small, with its remedy."""
     tier, room = in_memory(config), memory_room.tightest()
-    if room is None or tier <= room.nbytes:
+    wanted = wanted_in_memory(0, tier)
+    if room is None or wanted <= room.nbytes:
         return []
     there = f"host tier: {size(tier)} are asked for, {size(room.nbytes)} are there ({room.name})"
-    return [f"{there}; it grows that far. A smaller --host-bytes, or a file by --host-dir"]
+    spared = f"{size(wanted - tier)} stay free beside it"
+    return [f"{there}, and {spared}; it grows that far. A smaller --host-bytes, or a file by --host-dir"]

@@ -43,6 +43,12 @@ SPARED = 16  # a part of what the tier takes that is left free besides: all woul
 _COUNTED_AT_A_TIME = 1 << 13  # entries
 
 
+def wanted_in_memory(start: int, end: int) -> int:
+    """Bytes that must be free in memory for bytes [start, end) of a tier to be made: with a part of all up to there
+    that is left free."""
+    return end - start + end // SPARED
+
+
 class TierRows(Protocol):
     """Memory of a host tier: addresses from the start, bytes as they are made."""
 
@@ -76,7 +82,7 @@ class AnonymousRows:
         self.buffer = memoryview(self._memory)
 
     def lacks(self, start: int, end: int) -> str:
-        return lacks(end - start + end // SPARED)
+        return lacks(wanted_in_memory(start, end))
 
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         populate(self.buffer[start:end], cpus)
@@ -190,8 +196,8 @@ class FileRows:
     def lacks(self, start: int, end: int) -> str:
         fd = self._fds[0]
         if is_memory(fd):  # where too much ends processes: rows that an earlier run let go of may lie before others
-            missing = end - start - _bytes_there(fd, start, end)
-            if missing > 0 and (lack := lacks(missing + end // SPARED)):
+            already = _bytes_there(fd, start, end)
+            if already < end - start and (lack := lacks(wanted_in_memory(start + already, end))):
                 return lack
         there = os.fstat(fd).st_blocks * 512  # its first rows, as they are made in their order
         wanted, free = end - max(start, there), disk_room(fd)

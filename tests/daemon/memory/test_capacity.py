@@ -25,6 +25,7 @@ from kvferry.daemon.services.worker import WorkerService
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.radix.digests import root_digest
+from kvferry.transfer.host_tier.rows import AnonymousRows
 from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
 
@@ -69,18 +70,25 @@ def test_a_host_tier_that_does_not_fit_in_memory_is_said_and_takes_no_shared_mem
     monkeypatch.setattr(
         memory_room, "rooms", lambda: iter([MemoryRoom("a machine", 1 << 40), MemoryRoom("a cgroup", 1 << 30)])
     )
-    config = DaemonConfig(role="both", pool_bytes=1, host_bytes=1 << 29, shm_dir=str(tmp_path))
+    most = (1 << 30) * 16 // 17 // 2  # of each role
+    config = DaemonConfig(role="both", pool_bytes=1, host_bytes=most, shm_dir=str(tmp_path))
     assert not pool_room.host_lacks(config)
-    large = config.model_copy(update={"host_bytes": (1 << 29) + 1})
+    rows = AnonymousRows(2, most)
+    assert rows.lacks(0, 2 * most) == "" and rows.lacks(0, 2 * most + 2), "a daemon's own rule"
+    rows.close()
+    large = config.model_copy(update={"host_bytes": most + 1})
     (lack,) = pool_room.host_lacks(large)
     assert lack.startswith(
-        "host tier: 1.0 GiB are asked for, 1.0 GiB are there (a cgroup); it grows that far. A smaller"
+        "host tier: 963.8 MiB are asked for, 1.0 GiB are there (a cgroup), and 60.2 MiB stay free beside it; it grows "
+        "that far. A smaller"
     )
     assert not pool_room.host_lacks(large.model_copy(update={"host_dir": str(tmp_path)}))
     assert not pool_room.pool_lacks(large), "it grows as far as there is room"
     (_, finding), (_, kept) = doctor.memory(large), doctor.memory(config)
     assert (finding.level, kept.level) == ("bad", "bad"), "slots want some, too"
-    assert "1.0 GiB by a cgroup" in finding.found and "host tier takes 1.0 GiB" in finding.found
+    assert (
+        "1.0 GiB by a cgroup" in finding.found and "host tier takes 963.8 MiB and leaves 60.2 MiB free" in finding.found
+    )
     assert finding.remedy.startswith("a smaller --host-bytes")
 
 
