@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +32,11 @@ from kvferry.radix.tree import RESTORE
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from kvferry.transfer.host_tier.index import OUTPUT_PAGE, Recovered, layout_fingerprint
 from kvferry.transfer.host_tier.rows import AnonymousRows, FileRows, NoRows, TierRows, checksum_rows, verify_rows
-from kvferry.waiting import complete
+from kvferry.waiting import complete, is_done
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 CopyDone = Callable[[int, Sequence[int], int, float], None]
 """Copy number, device ids of pages whose bytes are not right, how many of them by checksum, and seconds: the times
@@ -41,6 +44,7 @@ of copies of one kind that run together add up to the time in which any did."""
 
 
 VERIFIED_AT_A_TIME = 64  # rows of what is lent
+STILL_SECONDS = 60.0  # that a chunk may take, and be waited for behind another tier's: a slow disk reads one in 20 s
 TAKEN_AT_A_TIME = 4096  # entries of a file: 5 ms for those of prompts as they were written
 
 
@@ -68,7 +72,7 @@ class HostTier:
         self._there = GrowingRows(rows, pages, memory.shape.row_bytes, memory.pinner(), near)
         self._grown = False
         self.stays = ""
-        """Why it has fewer rows than were asked for, and comes to no more."""
+        """Why it has fewer rows than were asked for, and comes to no more, or stands still."""
         self._memory: PoolMemory | None = None
         self.attach(memory)
         self._file = rows if isinstance(rows, FileRows) else None
@@ -131,9 +135,9 @@ class HostTier:
         those before it stay. Cancelled, it ends when its chunk has."""
         began, found, there = time.perf_counter(), Found(), self._there
         try:
-            await complete(self._growth.submit(there.warn))  # it looks through a file that there is
+            await self._growing(there.warn)  # it looks through a file that there is
             for chunk in there.chunks():
-                held = await complete(self._growth.submit(partial(there.make, *chunk)))
+                held = await self._growing(partial(there.make, *chunk))
                 if self._closing or self._halted:
                     return
                 self._name_rows()
@@ -153,6 +157,22 @@ class HostTier:
         log.info("host tier: %d of %d pages are there, after %.1f s", there.pages, there.asked, seconds)
         if self.survives:
             cache.tiers.discarded_entries += found.tell()
+
+    async def _growing(self, work: Callable[[], _T]) -> _T:
+        """The result of the work, on the thread for that; it is said where it stands still."""
+        result = self._growth.submit(work)
+        watch = asyncio.create_task(self._say_if_still(result))
+        try:
+            return await complete(result)
+        finally:
+            watch.cancel()
+            self.stays = ""
+
+    async def _say_if_still(self, result: asyncio.Future[_T]) -> None:
+        if not await is_done(result, STILL_SECONDS):
+            there = self._there
+            self.stays = f"no chunk has come for {STILL_SECONDS:g} s, at {there.pages} of {there.asked} pages"
+            log.warning("the growth of the host tier stands still: %s", self.stays)
 
     async def _take_in(self, cache: Cache, first: bytes, held: Held, taken: Callable[[], None]) -> None:
         """Puts what rows hold into the trees of their namespaces, few at a time: others have the event loop between."""

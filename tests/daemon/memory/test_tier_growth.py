@@ -308,6 +308,31 @@ def test_the_times_of_copies_that_run_together_add_up_to_that_in_which_any_did(
     tier.discard()
 
 
+def test_growth_that_stands_still_is_said_as_long_as_it_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_tier, "STILL_SECONDS", 0.05)
+
+    async def story() -> None:
+        tier, held, growth = await at_second_chunk(AnonymousRows(ROWS, ROW_BYTES))
+        for _ in range(1000):
+            if tier.tier.stays:
+                break
+            await asyncio.sleep(0.01)
+        assert tier.tier.stays == f"no chunk has come for 0.05 s, at {CHUNK} of {ROWS} pages"
+        assert await tier.copy(SPILL, 4, 1) == (4, [], 0), "what is there is used"
+        held.go_on.set()
+        await growth
+        assert (tier.tier.stays, tier.host.pages) == ("", ROWS)
+        await tier.tier.close()
+
+    asyncio.run(story())
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert (
+        f"the growth of the host tier stands still: no chunk has come for 0.05 s, at {CHUNK} of {ROWS} pages" in warned
+    )
+
+
 # -- its end -------------------------------------------------------------------------------------------------------
 
 
