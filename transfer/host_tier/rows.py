@@ -35,7 +35,7 @@ from kvferry.transfer.host_tier.index import (
     as_rows,
 )
 from kvferry.transfer.mapping.memory_room import MemoryRoom, is_memory, lacks
-from kvferry.transfer.mapping.populate import POPULATE_READ, populate, reserve
+from kvferry.transfer.mapping.populate import POPULATE_READ, let_go, populate, reserve
 from kvferry.transfer.mapping.segment import Segment
 
 _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -88,10 +88,7 @@ class AnonymousRows:
         populate(self.buffer[start:end], cpus)
 
     def unmake(self, start: int, end: int) -> None:
-        page = mmap.PAGESIZE
-        first, last = -(-start // page) * page, end // page * page
-        if last > first:
-            self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+        let_go(self.buffer[start:end])
 
     def recover(self, first: int, last: int) -> Recovered | None:
         return None
@@ -128,7 +125,8 @@ class NoRows:
 class FileRows:
     """Rows in a named file, with the index by which the next daemon finds what is in them.
 
-    Copy threads may write to rows and read them; the index operations are for one thread at a time.
+    Copy threads may write to rows and read them, and write entries, one at a time; of one row's entry one thread at a
+    time does anything.
     """
 
     def __init__(self, stem: str, rows: Segment, index: Segment, fds: list[int], opened: RowsOpened) -> None:
@@ -207,13 +205,17 @@ class FileRows:
         """A hole (of files that are new, or were copied) would be a bus error once the disk is full."""
         _allocate(f"{self._stem}.rows", self._fds[0], start, end - start)
         populate(self.buffer[start:end], cpus, how=POPULATE_READ)
+        # Else each entry that the event loop clears would wait for its page: 10 us and more.
+        size = self._opened.header.page_bytes
+        first, last = (HEADER_BYTES + at // size * ENTRY_BYTES for at in (start, end))
+        populate(self._segments[1].buffer[first:last])
 
     def unmake(self, start: int, end: int) -> None:
         """The disk has its room again, but for rows that entries name: a later daemon may come to those."""
         size = self._opened.header.page_bytes
         with contextlib.suppress(OSError):  # a disk that cannot
             for first, behind in self._index.unused(start // size, -(-end // size)):
-                self._segments[0].let_go(first * size, behind * size)
+                let_go(self.buffer[first * size : behind * size], mmap.MADV_REMOVE)
 
     def recover(self, first: int = 0, last: int | None = None) -> Recovered:
         """All valid entries of these rows, or of all; what became of the others, here and, with row 0, at `open`."""

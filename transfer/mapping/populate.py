@@ -93,6 +93,19 @@ def populate(memory: memoryview, cpus: Collection[int] = (), *, how: int = POPUL
             each.result()
 
 
+def let_go(memory: memoryview, how: int = mmap.MADV_DONTNEED) -> None:
+    """Gives back what there is of it, in whole pages of memory: it is zeros when it is touched again. MADV_REMOVE: of a
+    file, which has a hole then. Python's other threads go on, as they do not beside `mmap.madvise`. OSError."""
+    if not len(memory):
+        return
+    address, page = np.frombuffer(memory, np.uint8).ctypes.data, mmap.PAGESIZE
+    begin, end = -(-address // page) * page, (address + len(memory)) // page * page
+    for start in range(begin, end, PIECE_BYTES):
+        if _libc.madvise(start, min(PIECE_BYTES, end - start), how) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"{len(memory)} bytes of memory cannot be let go: {os.strerror(error)}")
+
+
 def cpus_near(node: int) -> frozenset[int]:
     """This process's CPUs that are of a memory node; none where that cannot be told."""
     found: set[int] = set()

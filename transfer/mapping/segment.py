@@ -16,7 +16,6 @@ import stat
 import time
 
 UNFINISHED_SECONDS = 60.0  # a lock file that is being made has its lock long before
-LET_GO_BYTES = 16 << 20  # at a time, for which Python's other threads stand still: some 10 ms
 
 _OURS = re.compile(r"^kvferry-([0-9a-f]{32})-[a-z0-9-]{1,64}$")
 _UNFINISHED = ".new"
@@ -84,13 +83,6 @@ class Segment:
             return Segment(path, nbytes, fd)
         finally:
             os.close(fd)
-
-    def let_go(self, start: int, end: int) -> None:
-        """Gives what the file has from `start` to `end` back to its disk, in whole pages of memory: it is a hole, of
-        zeros. OSError where the disk cannot."""
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        for at in range(first, last, LET_GO_BYTES):
-            self._map.madvise(mmap.MADV_REMOVE, at, min(LET_GO_BYTES, last - at))
 
     def unlink(self) -> None:
         """Removes the name; who has it mapped keeps the memory. Idempotent."""

@@ -7,9 +7,12 @@ import asyncio
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory import host_tier
 from kvferry.radix.tree import RESTORE, SPILL
 from kvferry.transfer.host_tier.rows import AnonymousRows
@@ -62,6 +65,46 @@ def test_a_spill_that_failed_leaves_no_entry(tmp_path: Path) -> None:
         await tier.tier.close()
 
     asyncio.run(story())
+
+
+def test_entries_of_a_long_copy_are_written_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts; none behind the one during which an invariant is found broken."""
+    monkeypatch.setattr(host_tier, "WRITTEN_AT_A_TIME", 2)
+    folder, rows = tmp_path / "tier", [2, 3, 4, 5, 6]
+    digests = b"".join(map(digest, rows))
+    copy: Any = SimpleNamespace(
+        kind=SPILL, device=rows, host=rows, digests=digests, parents=bytes(len(digests)), outputs=bytes(len(rows))
+    )
+
+    async def story() -> None:
+        tier = Tier(opened(folder), DeviceMemory())
+        await tier.grow()
+        file, threads, sizes, ended = tier.tier._file, set[int](), list[int](), asyncio.Event()
+        assert file is not None
+        write = file.write
+
+        def seen(some: Any, *given: Any) -> None:
+            threads.add(threading.get_ident())
+            sizes.append(len(some))
+            write(some, *given)
+
+        monkeypatch.setattr(file, "write", seen)
+        tier.tier.start(CopyStarted(1, SPACE, copy), lambda *_: ended.set())
+        await asyncio.wait_for(ended.wait(), 20)
+        assert sizes == [2, 2, 1] and threading.get_ident() not in threads
+        assert named_after_a_kill(folder, tmp_path / "then") == {row: digest(row) for row in rows}
+
+        halted = threading.Event()
+        monkeypatch.setattr(host_tier.time, "sleep", lambda seconds: (tier.tier.halt(), halted.set()))
+        tier.tier.start(CopyStarted(2, SPACE, copy), lambda *_: None)
+        assert await asyncio.to_thread(halted.wait, 20)
+        await asyncio.wait_for(tier.tier.close(), 20)
+        assert sizes[3:] == [2]
+
+    asyncio.run(story())
+    assert named_in(folder) == {row: digest(row) for row in rows[:2]}
 
 
 def test_rows_that_were_freed_have_no_entry(tmp_path: Path) -> None:

@@ -130,9 +130,13 @@ HOST_TIER = (
             (memory.spill if known is None else memory.restore)(device[part], rows[part])
         if known is None and (self._checksums or self._file is not None):
             sums = checksum_rows(self._rows.buffer, rows, size)
+            if self._file is not None:
+                self._write_entries(self._file, started, rows, sums)
 """,
         """        if known is None and (self._checksums or self._file is not None):
             sums = checksum_rows(self._rows.buffer, rows, size)
+            if self._file is not None:
+                self._write_entries(self._file, started, rows, sums)
         for part in self._there.parts(rows):
             (memory.spill if known is None else memory.restore)(device[part], rows[part])
 """,
@@ -181,10 +185,9 @@ HOST_TIER = (
     Guard(
         "no entry is written once an invariant is broken",
         TIER,
-        "HostTier.start",
-        """            if self._halted:
-                result.exception()  # marked as seen
-                return
+        "HostTier._write_entries",
+        """                if self._halted:
+                    return
 """,
         "",
         OF_TIER,

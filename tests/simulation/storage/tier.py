@@ -259,7 +259,7 @@ class SimTier(HostTier):
     # -- steps of copies ---------------------------------------------------------------------------------------------
 
     def _steps(self, work: Work) -> list[Step]:
-        device, rows, known = cast(Any, work).args
+        device, rows, known, _ = cast(Any, work).args
         moving = self._copies.enter(device, rows, known is not None)
         steps: list[Step] = [partial(self._copies.move_some, moving)]
         if known is not None and known.any() and self._clock.chance(self._failing):

@@ -31,7 +31,6 @@ from kvferry.transfer.host_tier.rows import (
 )
 from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
-from kvferry.transfer.mapping.segment import Segment
 
 PAGE, PAGES = 512, 16
 LAYOUT = b"l" * 32
@@ -130,10 +129,10 @@ def test_rows_that_share_a_page_of_memory_with_others_are_let_go_without_it(tmp_
 
 
 def test_a_disk_that_cannot_let_go_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(segment: Segment, start: int, end: int) -> None:
+    def cannot(memory: memoryview, how: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr(Segment, "let_go", cannot)
+    monkeypatch.setattr("kvferry.transfer.host_tier.rows.let_go", cannot)
     with opened(tmp_path) as rows:
         rows.unmake(0, PAGES * PAGE)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry.transfer.mapping import populate as populating
-from kvferry.transfer.mapping.populate import POPULATE_READ, cpus_near, populate, reserve
+from kvferry.transfer.mapping.populate import POPULATE_READ, cpus_near, let_go, populate, reserve
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -186,6 +186,20 @@ def test_more_addresses_than_there_are_cannot_be_reserved() -> None:
     ):
         with pytest.raises(OSError, match=told):
             reserve(nbytes)
+
+
+def test_whole_pages_are_let_go() -> None:
+    memory = reserve(PAGES * PAGE)
+    view = memoryview(memory)
+    view[:] = b"x" * len(view)
+    let_go(view[1 : 3 * PAGE + 1])
+    assert (view[0], view[PAGE - 1], view[3 * PAGE]) == (120, 120, 120)
+    assert bytes(view[PAGE : 3 * PAGE]) == bytes(2 * PAGE)
+    let_go(view[5:5])
+    with pytest.raises(OSError, match=f"{PAGE} bytes of memory cannot be let go"):
+        let_go(view[:PAGE], 0x7FFF)
+    view.release()
+    memory.close()
 
 
 def test_cpus_near_a_node_are_this_processs_own() -> None:
