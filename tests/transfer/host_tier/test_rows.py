@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
+from kvferry.transfer.host_tier import rows as host_rows
 from kvferry.transfer.host_tier.index import ENTRY_BYTES, HEADER_BYTES
 from kvferry.transfer.host_tier.rows import (
     SPARED,
@@ -116,6 +117,32 @@ def test_rows_of_memory_that_were_let_go_are_asked_for_again(monkeypatch: pytest
         assert rows.lacks(0, 4 * page) == rows.lacks(8 * page, 12 * page) == ""
         assert rows.lacks(4 * page, 8 * page).startswith(f"{4 * page + 8 * page // SPARED} bytes are wanted")
         assert rows.lacks(6 * page, 12 * page).startswith(f"{2 * page + 12 * page // SPARED} bytes are wanted")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_of_a_file_in_memory_are_made_near_a_device_before_they_are_allocated(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, near, said = mmap.PAGESIZE, frozenset({0}), list[str]()
+    make, allocate = host_rows.populate, os.posix_fallocate
+
+    def populated(memory: memoryview, cpus: Collection[int] = (), **how: int) -> None:
+        if cpus == near:
+            said.append("populated")
+            if fails:
+                raise OSError(errno.EFAULT, "Bad address")
+        make(memory, cpus, **how)
+
+    def allocated(fd: int, offset: int, nbytes: int) -> None:
+        said.append("allocated")
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(host_rows, "populate", populated)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, opened(Path(folder), page_bytes=page) as rows:
+        monkeypatch.setattr(os, "posix_fallocate", allocated)
+        rows.make(0, PAGES * page, near)
+        assert said == ["populated", "allocated"]
+        assert os.stat(Path(folder, "kvferry-host-decode.rows")).st_blocks * 512 == PAGES * page
 
 
 def test_rows_that_share_a_page_of_memory_with_others_are_let_go_without_it(tmp_path: Path) -> None:
