@@ -204,14 +204,13 @@ class FileRows:
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """A hole (of files that are new, or were copied) would be a bus error once the disk is full."""
         path, fd = f"{self._stem}.rows", self._fds[0]
-        rows = self.buffer[start:end]
         if is_memory(fd):  # a hole that is read is made; to allocate it would do so on this thread, and anywhere
             with contextlib.suppress(OSError):  # what cannot be had is said by the file's name
-                populate(rows, cpus, how=POPULATE_READ)
+                populate(self.buffer[start:end], cpus, how=POPULATE_READ)
             _allocate(path, fd, start, end - start)
         else:
             _allocate(path, fd, start, end - start)
-            populate(rows, cpus, how=POPULATE_READ)
+            populate(self.buffer[start:end], cpus, how=POPULATE_READ)
         # Else each entry that the event loop clears would wait for its page: 10 us and more.
         size = self._opened.header.page_bytes
         first, last = (HEADER_BYTES + at // size * ENTRY_BYTES for at in (start, end))
