@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -130,6 +131,46 @@ def test_what_a_rank_missed_without_a_session_it_declines_once_it_has_one(monkey
         await sessions.close()
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_what_an_engine_does_while_its_daemon_is_not_ready_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often it is tried; with the session it is said of the next time."""
+    monkeypatch.setattr(worker_session, "RETRY_SECONDS", 0.001)
+    caplog.set_level(logging.INFO, "kvferry.connectors.worker_session")
+    facts = worker_pb2.Welcome(daemon="d", namespace_id=bytes(32))
+    facts.geometry.page_size = 16
+
+    async def run() -> None:
+        tries, settled = 0, asyncio.Event()
+
+        async def connect(*, deadline_s: float) -> DaemonClient:
+            nonlocal tries
+            tries += 1
+            if tries < 20:
+                raise DaemonAbsent("no pool within 20 s at unix:/d.sock")
+            session = Session()
+            session.welcome = facts
+            return cast(DaemonClient, session)
+
+        async def quiet() -> None: ...
+
+        settled.set()
+        does = "hand-offs are computed here"
+        sessions = worker_session.Sessions(
+            connect, quiet=quiet, changed=lambda there: None, settled=settled, meanwhile=does
+        )
+        await sessions.open(0.1)
+        while sessions.client is None:
+            await asyncio.sleep(0.001)
+        await sessions.close()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    absent, there = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert absent == ("WARNING", "no pool within 20 s at unix:/d.sock; until it comes hand-offs are computed here")
+    assert there[0] == "INFO" and there[1].startswith("again connected to kvferry's daemon 'd': ")
+    assert there[1].endswith("; while it is away hand-offs are computed here")
 
 
 def test_sessions_that_are_closed_as_soon_as_they_are_open_end() -> None:

@@ -29,6 +29,7 @@ MET = (
     "aborts",
     "asked again",
     "cached pages checked",
+    "chunks of host tiers",
     "copies in pieces",
     "copies of some heads",
     "decode daemon restarts",
@@ -39,6 +40,7 @@ MET = (
     "fetches that were stopped",
     "headers told by couriers",
     "host pages evicted",
+    "host tiers that stay small",
     "pages cleared",
     "pages that came back",
     "pages that travelled",
@@ -60,7 +62,7 @@ MET = (
     "tried again",
     "writes in pieces",
 )
-MANIFOLD = (8, 10)  # seeds that meet all of it with every kind of fault
+MANIFOLD = (14, 16)  # seeds that meet all of it with every kind of fault
 # Likewise, of a large run.
 MET_BY_MANY = (
     "couriers that did not start",

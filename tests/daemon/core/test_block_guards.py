@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.daemon.core.cache import Cache, CacheLimits
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
-from kvferry.daemon.core.effects import BindPages, StartCopy
+from kvferry.daemon.core.effects import BindPages, StartCopy, StartTransfer
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
@@ -126,6 +126,16 @@ def test_pages_are_bound_before_a_copy_touches_them() -> None:
     (bound,) = side.of(BindPages)
     assert bound.pages == tuple(side.core.leases[A].pages) and bound.blocks == tuple(blocks_of(10, 3))
     assert kinds.index(BindPages) < kinds.index(StartCopy)
+
+
+def test_a_load_begins_with_the_step_that_admits_while_prefill_computes_the_rest() -> None:
+    side = Decode()
+    side.stored(2)
+    side.admit(A, 4, 10)
+    (load,), (asks,) = side.copies(), side.of(StartTransfer)
+    assert (load.copy.kind, load.copy.device) == (RESTORE, side.core.leases[A].pages[:2])
+    assert (asks.ask.first_page, asks.page_ids) == (2, tuple(side.core.leases[A].pages[2:]))
+    assert side.told("admitted")
 
 
 def test_what_was_loaded_wrongly_is_forgotten() -> None:

@@ -14,6 +14,7 @@ from kvferry.daemon.core.lease import LeaseState
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.digests import DIGEST_BYTES
+from kvferry.radix.tree import RESTORE
 from tests.regressions.request_cores import NAMESPACE, PAGE, Decode, digests, name
 
 A, B, C = (name(number) for number in range(1, 4))
@@ -177,6 +178,19 @@ def in_the_host_tier(pages: int) -> Decode:
     cached(side, "x", 2)
     cached(side, "y", pages)
     return side
+
+
+def test_a_restore_begins_with_the_step_that_admits_while_prefill_computes_the_rest() -> None:
+    side = Decode(8, host_pages=16)
+    cached(side, "x", 2)
+    side.cache.eviction.spill(2)
+    side.core.tick(0.0)
+    side.take()
+    end_copies(side)
+    side.admit(A, "x", 4)
+    (restore,), (asks,) = side.of(StartCopy), side.of(StartTransfer)
+    assert (restore.started.copy.kind, len(restore.started.copy.device)) == (RESTORE, 2)
+    assert (asks.ask.first_page, len(asks.page_ids)) == (2, 2) and side.told("admitted")
 
 
 def test_a_page_whose_restore_failed_is_asked_for() -> None:

@@ -56,6 +56,7 @@ class SmallDevice(CoreMachine):
         self.chats = [Chat(number) for number in range(CHATS)]
         self.restored: dict[Name, Counter[bytes]] = {}  # while each ran
         self.hit_on_host = 0
+        self.failing = 0.0  # of the copies, in one page
 
     def ask(self, chat: Chat) -> None:
         symbols = [100 + chat.number] * (PROMPT + chat.turns // 2)  # a page more in every second turn
@@ -73,7 +74,8 @@ class SmallDevice(CoreMachine):
                     digests = [copy.digests[at : at + 32] for at in range(0, len(copy.digests), 32)]
                     self.restored[name].update(digest for digest in digests if digest in mine)
                     self.hit_on_host += len(digests)
-        self.end_copy(number, [])
+        fails = self.random.random() < self.failing
+        self.end_copy(number, [self.random.choice(copy.device)] if fails else [])
 
     def step(self) -> None:
         """Something ends, or a chat asks."""
@@ -121,6 +123,7 @@ class SmallEngine(BlockMachine):
         self.using: dict[Name, list[int]] = {}  # the blocks of a chat's prompt that the engine held
         self.restored: dict[Name, Counter[bytes]] = {}
         self.hit_on_host = 0
+        self.failing = 0.0
 
     def begin(self) -> bool:
         """Whether there were blocks for the first in the queue."""
@@ -193,7 +196,8 @@ class SmallEngine(BlockMachine):
                 (name,) = (name for name, job in self.jobs.items() if set(self.bound[page]) & set(job.blocks))
                 self.restored[name][digest] += 1
                 self.hit_on_host += 1
-        self.end_copy(number, [])
+        fails = self.random.random() < self.failing
+        self.end_copy(number, [self.random.choice(copy.device)] if fails else [])
 
     def step(self) -> None:
         """Something ends, or a chat asks."""
@@ -230,15 +234,18 @@ WORLDS: dict[str, Callable[[float, int], SmallDevice | SmallEngine]] = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "failing"), [*((seed, 0.0) for seed in range(6)), (6, 0.3)])
 @pytest.mark.parametrize("prompts", [1.2, 2.0, 4.0])
-def test_all_chats_come_to_their_turns(prompts: float, seed: int, world: str) -> None:
+def test_all_chats_come_to_their_turns(prompts: float, seed: int, world: str, failing: float) -> None:
     made = WORLDS[world](prompts, seed)
+    made.failing = failing
     for _ in range(40 * CHATS * TURNS):
         made.step()
         if all(chat.turns == TURNS for chat in made.chats):
             break
     assert [chat.turns for chat in made.chats] == [TURNS] * CHATS
     assert made.hit_on_host > PROMPT, "nothing came back from the host"
+    tiers = made.core.cache.tiers
+    assert (tiers.restore_failed > 0) == (tiers.spill_failed > 0) == (failing > 0)
     made.core.cache.settle()
     assert made.core.cache.locks == 0 and not made.core.leases

@@ -32,6 +32,7 @@ from tests.daemon.memory.file_tiers import (
     opened,
     put,
 )
+from tests.system.serving.test_tiers import DAMAGES, damage_files
 
 
 def test_an_entry_is_gone_while_its_row_is_overwritten_and_there_behind_it(tmp_path: Path) -> None:
@@ -138,6 +139,61 @@ def test_a_row_of_the_file_is_believed_once_its_checksum_was_right(tmp_path: Pat
         assert tier.tier.unverified == 0
         damage(tier.memory, 3)  # nobody asks again
         assert await tier.copy(RESTORE, 1, 3) == (1, [], 0)
+        await tier.tier.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_a_miss(tmp_path: Path, damage: str) -> None:
+    """As `tests/system/serving/test_tiers.py` has it of whole daemons: no wrong byte comes back."""
+    numbers = {row: 100 + row for row in range(ROWS)}
+    put(tmp_path, numbers)
+    damage_files(damage, tmp_path, ROW_BYTES)
+
+    async def story() -> None:
+        tier = Tier(opened(tmp_path), DeviceMemory())
+        await tier.grow()
+        held = [row for row in range(ROWS) if tier.holds(numbers[row])]
+        wrong = 0
+        for row in held:
+            number, failed, mismatched = await tier.copy(RESTORE, 1, row)
+            assert failed == [number] * mismatched
+            assert mismatched or tier.memory.pages[1] == content(numbers[row])
+            wrong += mismatched
+        lost = ROWS - len(held)
+        assert (wrong, lost) == ((ROWS, 0) if damage == "flipped rows" else (0, lost))
+        assert (lost > 0) == (tier.cache.tiers.discarded_entries > 0) == (damage != "flipped rows")
+        await tier.tier.close()
+
+    asyncio.run(story())
+
+
+class Gate:
+    """Spills wait there."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def spill(self, *_: object) -> None:
+        self.reached.set()
+        assert self.go_on.wait(20)
+
+
+def test_a_restore_is_not_behind_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which as many run as there are threads for, and more wait."""
+
+    async def story() -> None:
+        tier, gate = Tier(AnonymousRows(ROWS, ROW_BYTES), DeviceMemory()), Gate()
+        await tier.grow()
+        await tier.copy(SPILL, 4, 6)
+        monkeypatch.setattr(tier.memory, "spill", gate.spill)
+        spills = [tier.start(SPILL, page, row) for page, row in ((1, 1), (2, 2), (3, 3))]
+        assert await asyncio.to_thread(gate.reached.wait, 20)
+        assert await tier.copy(RESTORE, 5, 6) == (5, [], 0) and tier.memory.pages[5] == content(4)
+        assert not any(spill.is_set() for spill in spills)
+        gate.go_on.set()
+        await asyncio.gather(*(asyncio.wait_for(spill.wait(), 20) for spill in spills))
         await tier.tier.close()
 
     asyncio.run(story())

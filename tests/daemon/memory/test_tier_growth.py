@@ -7,6 +7,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -186,6 +187,21 @@ def test_what_pages_of_a_file_are_found_by_goes_when_all_are_there(tmp_path: Pat
         await tier.tier.close()
 
     asyncio.run(story())
+
+
+def test_a_tier_that_is_all_there_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvferry.daemon.memory.host_tier")
+
+    async def story() -> None:
+        tier, held, growth = await at_second_chunk(AnonymousRows(ROWS, ROW_BYTES))
+        assert caplog.messages == []
+        held.go_on.set()
+        await growth
+        await tier.tier.close()
+
+    asyncio.run(story())
+    (said,) = caplog.messages
+    assert re.fullmatch(rf"host tier: {ROWS} of {ROWS} pages are there, after \d+\.\d s", said), said
 
 
 # -- chunks that cannot be had -------------------------------------------------------------------------------------
