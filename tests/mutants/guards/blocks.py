@@ -102,6 +102,22 @@ GUARDS: tuple[Guard, ...] = (
         CORE,
     ),
     Guard(
+        "rows that are written wait for what is before them",
+        _TIER,
+        "BlockTier._waits",
+        "return before in self._storing[namespace.id] and not self._path_is_held(namespace, copy)",
+        "return False",
+        CORE,
+    ),
+    Guard(
+        "so many stores wait for a copy",
+        _TIER,
+        "BlockTier._wait",
+        "if len(self._waiting) < MAX_WAITING:",
+        "if True:",
+        CORE,
+    ),
+    Guard(
         "stores wait behind others as far as there is a bound",
         _TIER,
         "BlockTier._take_in",

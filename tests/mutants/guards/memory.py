@@ -96,6 +96,14 @@ GROWTH = (
         OF_GROWTH,
     ),
     Guard(
+        "a tier that cannot be had costs no more than the tier",
+        TIER,
+        "_rows_of",
+        "except (OSError, ValueError) as error:",
+        "except ZeroDivisionError as error:",
+        ("tests/daemon/test_host_growth.py",),
+    ),
+    Guard(
         "rows that a file has already need no room on its disk",
         "transfer/host_tier/rows.py",
         "FileRows.lacks",
