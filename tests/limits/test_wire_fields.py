@@ -160,6 +160,8 @@ FIELDS: dict[str, Case | ByTest | Words] = {
             "WayBackStats.choices",
             "RequestStats.failures",
             "ReasonCount.reason",
+            "TierStats.unstored",
+            "TierStats.host_stays",
             "TransferStats.failures",
             "TransferStats.aborts",
             "LatencyStats.stages",
