@@ -245,7 +245,7 @@ FILES = (
         "a chunk that fails keeps no room on the disk",
         ROWS,
         "FileRows.unmake",
-        "self._segments[0].let_go(first * size, behind * size)",
+        "let_go(self.buffer[first * size : behind * size], mmap.MADV_REMOVE)",
         "pass",
         OF_GROWTH,
     ),
@@ -291,10 +291,10 @@ FILES = (
     ),
     Guard(
         "what is let go shares no page of memory with what stays",
-        SEGMENT,
-        "Segment.let_go",
-        "-(-start // mmap.PAGESIZE) * mmap.PAGESIZE",
-        "start // mmap.PAGESIZE * mmap.PAGESIZE",
+        "transfer/mapping/populate.py",
+        "let_go",
+        "begin, end = -(-address // page) * page,",
+        "begin, end = address // page * page,",
         OF_ROWS,
     ),
     Guard(
