@@ -214,7 +214,7 @@ def the_whole_page(table: BlockTable, pages: Sequence[int], cache: int) -> None:
     return None
 
 
-def whatever_is_before(tier: BlockTier, namespace: Namespace, digests: bytes, pages: int) -> bool:
+def whatever_is_before(tier: BlockTier, namespace: Namespace, copy: BlockCopy) -> bool:
     return True
 
 
@@ -290,7 +290,7 @@ GUARDS = {
     "proof of a worker's end": Guard(Worker, "lets_go", without_a_look, CRASHES, 6),
     "what a worker had queued": Guard(workers, "SETTLE_SECONDS", 0.0, CRASHES, 3),
     "entries are cleared": Guard(RowIndex, "clear", clear_nothing, FILES),
-    "rows of a file are verified": Guard(HostTier, "_take", believe_the_file, FILES, 41),
+    "rows of a file are verified": Guard(HostTier, "_take", believe_the_file, FILES, 12),
     "rows are verified": Guard(host_tier, "verify_rows", all_are_right, Faults(tier_fails=0.2), 1),
     "pages that their worker fills": Guard(LeaseKeeper, "shares_while_filling", share_while_filling, FILLS),
     "filled beside another": Guard(LeaseKeeper, "_share", share_in_any_case, FILLS, 2),
