@@ -312,7 +312,7 @@ GUARDS = {
     "rows that are wrong": Guard(BlockTier, "forget_wrong", keep_wrong_rows, BLOCKS),
     "locks of what goes back": Guard(LeaseKeeper, "settle", back.settle_beside_returns, replace(BACK, aborts=0.9)),
     "what can be read goes back": Guard(Returns, "_readable", back.all_is_readable, BACK),
-    "locks of what is lent": Guard(Loans, "ask", back.lend_without_a_lock, BACK, 1),
+    "locks of what is lent": Guard(Loans, "ask", back.lend_without_a_lock, BACK, 9),
     "what can be read is lent": Guard(Cache, "readable", back.whatever_is_there, BACK, 11),
     "held blocks that are computed": Guard(Returns, "_readable", back.computed_or_not, WAITS, 6, ALL_WAITS),
     "pages that are fetched into": Guard(
