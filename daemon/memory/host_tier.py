@@ -47,6 +47,7 @@ of copies of one kind that run together add up to the time in which any did."""
 
 VERIFIED_AT_A_TIME = 64  # rows of what is lent
 STILL_SECONDS = 60.0  # that a chunk may take, and be waited for behind another tier's: a slow disk reads one in 20 s
+LOCKED_SECONDS = 5.0  # in which a daemon that is ending lets go of the file, at the first worker's expense
 TAKEN_AT_A_TIME = 512  # entries of a file: 0.6 ms for those of prompts as they were written
 WRITTEN_AT_A_TIME = 256  # entries: 0.3 ms
 BETWEEN_SECONDS = 5e-5  # in which the event loop has Python's lock, if it waits for that
@@ -426,7 +427,8 @@ def _rows_of(config: DaemonConfig, role: str, memory: PoolMemory, pages: int) ->
         if not in_file:
             return AnonymousRows(pages, shape.row_bytes)
         layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
-        return FileRows.open(config.host_dir, pages=pages, page_bytes=shape.row_bytes, layout=layout, role=role)
+        open_file = partial(FileRows.open, config.host_dir, pages=pages, page_bytes=shape.row_bytes, layout=layout)
+        return open_file(role=role, patience_s=LOCKED_SECONDS)
     except (OSError, ValueError) as error:
         flags = f"--host-dir {config.host_dir!r}" if in_file else "--host-bytes"
         return NoRows(f"{pages * shape.row_bytes} bytes ({flags}) cannot be had: {error}")

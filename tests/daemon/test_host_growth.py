@@ -19,7 +19,7 @@ from rich.console import Console
 
 from kvferry.daemon.cli.stats import render
 from kvferry.daemon.config.model import DaemonConfig
-from kvferry.daemon.memory import growing_rows
+from kvferry.daemon.memory import growing_rows, host_tier
 from kvferry.daemon.observe.stats import side_stats
 from kvferry.daemon.server import Daemon
 from kvferry.daemon.services.admin import AdminService
@@ -170,6 +170,7 @@ def test_how_far_it_has_come_is_told(tmp_path: Path, go_on: threading.Event) -> 
 
 def locked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FileRows:
     """Another daemon has the file."""
+    monkeypatch.setattr(host_tier, "LOCKED_SECONDS", 0.1)
     return FileRows.open(str(folder / "host"), pages=1, page_bytes=1, layout=bytes(32), role="decode")
 
 

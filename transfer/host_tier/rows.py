@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import stat
+import time
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
@@ -41,6 +42,7 @@ from kvferry.transfer.mapping.segment import Segment
 _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 SPARED = 16  # a part of what the tier takes that is left free besides: all would have the system end a process
 _COUNTED_AT_A_TIME = 1 << 13  # entries
+BETWEEN_SECONDS = 0.05  # in which another may let go of a file
 
 
 def wanted_in_memory(start: int, end: int) -> int:
@@ -141,11 +143,14 @@ class FileRows:
         self._index = RowIndex(entries, opened.header, lambda header: _store(index_fd, header))
 
     @staticmethod
-    def open(directory: str, *, pages: int, page_bytes: int, layout: bytes, role: str) -> FileRows:
+    def open(
+        directory: str, *, pages: int, page_bytes: int, layout: bytes, role: str, patience_s: float = 0.0
+    ) -> FileRows:
         """Opens, makes, resizes or replaces the two files, 0600; makes the directory, 0700, where it is missing.
 
         A file that is damaged, or of another layout, is replaced by a fresh one; `recover` tells why. Where the
-        number of pages changed, the rows that are still there keep their entries.
+        number of pages changed, the rows that are still there keep their entries. `patience_s`: so long it waits for
+        another that holds it, on this thread.
 
         ValueError for an argument out of bounds. OSError names the file: BlockingIOError where another holds it,
         ELOOP for a symbolic link, EINVAL for what is no regular file, PermissionError where it is not ours; ENOSPC
@@ -160,7 +165,7 @@ class FileRows:
         with contextlib.ExitStack() as undo:
             fds: list[int] = []
             for path in (f"{stem}.rows", f"{stem}.index"):
-                fds.append(_open_locked(path))
+                fds.append(_open_locked(path, patience_s))
                 undo.callback(os.close, fds[-1])
             opened = _prepare(stem, fds[0], fds[1], wanted)
             rows = Segment(f"{stem}.rows", opened.header.rows_bytes, fds[0])
@@ -267,8 +272,16 @@ def verify_rows(buffer: memoryview, rows: Rows, page_bytes: int, expected: NDArr
     return [int(row) for row in np.asarray(rows, np.int64)[differs]]
 
 
-def _open_locked(path: str) -> int:
-    """A descriptor that holds the lock; the file is made where it is missing."""
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _open_locked(path: str, patience_s: float) -> int:
+    """A descriptor that holds the lock, which another may have for so long; the file is made where it is missing."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -283,10 +296,11 @@ def _open_locked(path: str) -> int:
             raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to {os.geteuid()}", path)
         if status.st_nlink != 1:  # to replace its contents would destroy the other file, too
             raise OSError(errno.EMLINK, f"has {status.st_nlink} names; it must have 1", path)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(errno.EWOULDBLOCK, "is in use: another has it locked", path) from None
+        end = time.monotonic() + patience_s
+        while not _locks(fd):
+            if time.monotonic() >= end:
+                raise BlockingIOError(errno.EWOULDBLOCK, "is in use: another has it locked", path)
+            time.sleep(BETWEEN_SECONDS)
         os.fchmod(fd, 0o600)
     except BaseException:
         os.close(fd)

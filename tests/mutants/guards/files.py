@@ -134,7 +134,7 @@ FILES = (
     Guard(
         "a host tier's files have one holder",
         ROWS,
-        "_open_locked",
+        "_locks",
         "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         OF_ROWS,
@@ -149,6 +149,14 @@ FILES = (
     ),
     Guard(
         "a host tier's file has no second name", ROWS, "_open_locked", "if status.st_nlink != 1:", "if False:", OF_ROWS
+    ),
+    Guard(
+        "a host tier's file is waited for while its daemon ends",
+        ROWS,
+        "FileRows.open",
+        "_open_locked(path, patience_s)",
+        "_open_locked(path, 0.0)",
+        OF_ROWS,
     ),
     Guard("a host tier's file is private", ROWS, "_open_locked", "        os.fchmod(fd, 0o600)\n", "", OF_ROWS),
     Guard(

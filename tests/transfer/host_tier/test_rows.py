@@ -189,6 +189,14 @@ def test_one_holder_at_a_time_and_the_lock_goes_with_its_process(tmp_path: Path)
     open_rows(tmp_path).close()
 
 
+def test_who_is_patient_has_the_files_of_a_holder_that_ends_meanwhile(tmp_path: Path) -> None:
+    rows = open_rows(tmp_path)
+    ending = threading.Timer(0.2, rows.close)
+    ending.start()
+    FileRows.open(str(tmp_path), pages=PAGES, page_bytes=PAGE, layout=LAYOUT, role="decode", patience_s=30.0).close()
+    ending.join()
+
+
 def test_close_lets_the_lock_go_once_nobody_can_write(tmp_path: Path) -> None:
     rows = open_rows(tmp_path)
     view = np.frombuffer(rows.buffer, np.uint8)
