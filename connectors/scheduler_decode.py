@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.connectors import params as transfer_params
-from kvferry.connectors.orders import Cancel, Load, Orders, Restore, StorePages
+from kvferry.connectors.orders import Cancel, Load, Orders, PromptPages, Restore, StorePages
 from kvferry.connectors.scheduler_side import EngineRequest, SchedulerSide, Tracked, counted, traceparent_of
 
 _log = logging.getLogger(__name__)
@@ -132,11 +132,11 @@ class DecodeScheduler(SchedulerSide):
         if tokens < 1 or tracked.alone or not (self._view.up and self._view.keeps):
             del self._tracked[request.request_id]
             return False, None
-        if self._view.held_pages(tracked.chain.pages(tokens)) * self.shape.page_size >= tokens:
+        digests = tracked.chain.pages(tokens)
+        if self._view.held_pages(digests) * self.shape.page_size >= tokens:
             del self._tracked[request.request_id]  # as after most short answers: its prompt was loaded from there
             return False, None
-        prompt = tracked.chain.prompt(tokens)
-        name = transfer_params.new_name()
+        name, prompt = transfer_params.new_name(), PromptPages(digests, tokens)
         self._orders.append(StorePages(request.request_id, name, prompt, self._blocks(blocks, 0, tokens)))
         self.counts.stores += 1
         return True, None

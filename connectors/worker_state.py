@@ -73,7 +73,8 @@ class Reports:
             received, self.received = self.received, set()
             bad, self.failed = self.failed, set()
             if (first := self._first_of(received)) or bad:
-                self.news = (self.news or News()).then(News(first=first, bad=frozenset(bad)))
+                news = News(first=first, bad=frozenset(bad))
+                self.news = news if self.news is None else self.news.then(news)
         return sent, received
 
     def take_good(self) -> tuple[set[str], set[str], dict[str, int]] | None:

@@ -73,6 +73,12 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders = field(default_factory=Orders)
     computes: bool = True  # a forward pass follows
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Other processes' workers know the two below by their names."""
+        if self is NOTHING or self is IDLE:
+            return "NOTHING" if self is NOTHING else "IDLE"
+        return KVFerryMetadata, (self.orders, self.computes)
+
 
 NOTHING, IDLE = KVFerryMetadata(), KVFerryMetadata(computes=False)
 """What most steps of a decode engine tell, and those that compute nothing: nobody writes into them."""
@@ -187,16 +193,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        side = self._scheduler
+        assert side is not None, "this is the worker's half"
         if self._others.awaits_step:
             self._others.step(scheduler_output.num_scheduled_tokens)
-            self._deciding.awaits_outcomes = self._others.within_steps
+            side.awaits_outcomes = self._others.within_steps
         computes = scheduler_output.total_num_scheduled_tokens > 0
         if self._pushes:  # only there blocks are asked for
             self._block_ids.follow(scheduler_output)
-        if not ((self._pushes and computes) or scheduler_output.preempted_req_ids or self._deciding.has_orders):
+        if not ((self._pushes and computes) or scheduler_output.preempted_req_ids or side.has_orders):
             return NOTHING if computes else IDLE
         return KVFerryMetadata(
-            self._deciding.step(
+            side.step(
                 scheduler_output.num_scheduled_tokens,
                 tuple(scheduler_output.preempted_req_ids or ()),
                 self._block_ids.of,
@@ -317,6 +325,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if connector_metadata is NOTHING and self._stepped:
+            return  # as in most steps
         assert isinstance(connector_metadata, KVFerryMetadata)
         orders = connector_metadata.orders
         if orders.orders or orders.preempted or not self._stepped:

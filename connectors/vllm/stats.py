@@ -43,7 +43,9 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
         """The growth on one rank between two times; each is what `counts_of` gave then."""
         pairs = zip(_MOVED, before, after, strict=True)
         grown = {name: now - then for name, then, now in pairs if now != then}
-        return KVFerryStats(data={name: by for name, by in grown.items() if rank == 0 or name not in _OF_RANK_0})
+        if rank != 0:
+            grown = {name: by for name, by in grown.items() if name not in _OF_RANK_0}
+        return KVFerryStats(data=grown)
 
     data: dict[str, int | float]
 
