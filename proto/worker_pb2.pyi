@@ -196,7 +196,7 @@ class EngineTensor(_message.Message):
     def __init__(self, memory: _Optional[int] = ..., offset: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ..., cache: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens", "block_tokens", "stows", "way_back")
+    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens", "block_tokens", "stows", "way_back", "ends_itself")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class Welcome(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOWS_FIELD_NUMBER: _ClassVar[int]
     WAY_BACK_FIELD_NUMBER: _ClassVar[int]
+    ENDS_ITSELF_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     daemon: str
     incarnation: bytes
@@ -231,7 +232,8 @@ class Welcome(_message.Message):
     block_tokens: int
     stows: bool
     way_back: bool
-    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ..., block_tokens: _Optional[int] = ..., stows: bool = ..., way_back: bool = ...) -> None: ...
+    ends_itself: bool
+    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ..., block_tokens: _Optional[int] = ..., stows: bool = ..., way_back: bool = ..., ends_itself: bool = ...) -> None: ...
 
 class RankPool(_message.Message):
     __slots__ = ("segment", "ipc_handle", "device", "device_uuid", "nbytes", "offset")
@@ -258,7 +260,7 @@ class Quiesced(_message.Message):
     def __init__(self) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens", "traceparent", "blocks", "blocks_from", "held_blocks")
+    __slots__ = ("name", "digests", "tokens", "tail_digest", "prefill", "max_new_tokens", "deadline_ms", "priority", "warmup", "held_tokens", "traceparent", "blocks", "blocks_from", "held_blocks", "ends_itself")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +275,7 @@ class Admit(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FROM_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_ITSELF_FIELD_NUMBER: _ClassVar[int]
     name: _common_pb2.RequestName
     digests: bytes
     tokens: int
@@ -287,7 +290,8 @@ class Admit(_message.Message):
     blocks: _containers.RepeatedScalarFieldContainer[int]
     blocks_from: int
     held_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., blocks_from: _Optional[int] = ..., held_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    ends_itself: bool
+    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tail_digest: _Optional[bytes] = ..., prefill: _Optional[str] = ..., max_new_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., warmup: bool = ..., held_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., blocks_from: _Optional[int] = ..., held_blocks: _Optional[_Iterable[int]] = ..., ends_itself: bool = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("name", "matched_tokens", "pages", "local_tokens", "host_tokens")

@@ -20,7 +20,7 @@ from kvferry.daemon.core.decode_scheduler import Growth
 from kvferry.daemon.core.effects import Effect, Outbox
 from kvferry.daemon.core.errors import RequestError, deadline_exceeded, exhausted, invalid, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
-from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, NO_BLOCKS, LeaseBlocks, Name, pages_for
+from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, NO_BLOCKS, LeaseBlocks, Name, check_blocks, pages_for
 from kvferry.daemon.core.reservations import Holds
 from kvferry.daemon.core.single_flight import Arrivals
 from kvferry.daemon.core.take_over import TakeOvers
@@ -109,6 +109,8 @@ class DecodeCore:
     def _pump(self, now: float) -> None:
         self.cache.clock.now = now
         self._supply.pump(now)
+        while self._keeper.endings.end_ready():
+            self._supply.pump(now)  # their pages are others'
         self._returns.look()
         self.cache.settle()
         self.cache.eviction.write_through()
@@ -141,8 +143,7 @@ class DecodeCore:
                 f"held_tokens is {request.held_tokens}; it must be a multiple of {self.cache.page_size}, "
                 f"at most the prompt's {request.tokens}"
             )
-        if blocks.own and request.max_new_tokens != 1:
-            raise invalid(f"max_new_tokens is {request.max_new_tokens}; with blocks it must be 1")
+        check_blocks(request, blocks)
         namespace = self.cache.namespace(namespace_id)
         need = pages_for(request.tokens + request.max_new_tokens - 1, self.cache.page_size)
         if need > self.cache.most(namespace):
@@ -259,10 +260,7 @@ class DecodeCore:
                 self.counters.finished += 1
             if lease.keep:
                 self._keeper.keep_all(lease, full, lease.digests + digests, page_tokens)
-            elif lease.stores and lease.hold.digests:  # none: nothing is to be kept
-                self._keeper.blocks.store(lease)
-            lease.acknowledge = True
-            self._keeper.end(lease)
+            self._keeper.endings.finish(lease)
         self._pump(now)
 
     def abort(self, worker: int, name: Name, now: float) -> None:
@@ -425,6 +423,7 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         self.pins.expire(now)
+        self._keeper.endings.end_late()
         self._take_overs.look(self.leases.values(), now)
         for lease in list(self.leases.values()):
             deadline = lease.deadline

@@ -16,6 +16,7 @@ from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.counters import Latencies, RequestCounters, reason_of
 from kvferry.daemon.core.decode_scheduler import Supply
 from kvferry.daemon.core.effects import BindPages, Outbox, SendDone
+from kvferry.daemon.core.endings import Endings
 from kvferry.daemon.core.errors import RequestError, aborted, exhausted, precondition
 from kvferry.daemon.core.lease import Lease, LeaseState
 from kvferry.daemon.core.limits import MAX_ASKS_PER_REQUEST, LeaseBlocks, Name, hands_in, pages_for
@@ -72,6 +73,7 @@ class LeaseKeeper:
         self._returns = returns
         self.pins = Pins(cache, holds)
         self.blocks = BlockTier(cache)
+        self.endings = Endings(self.blocks, self.counters, self.end)
         self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
         self._next_order = 1
 
@@ -119,6 +121,7 @@ class LeaseKeeper:
             blocks=blocks.own,
             held_blocks=blocks.held,
             stores=bool(blocks.own) and given,
+            ends_itself=request.ends_itself,
             resumed=order is not None,
             looked_up=order is not None or given,  # what is handed in says nothing about what was found
         )
@@ -333,6 +336,7 @@ class LeaseKeeper:
         self._asks.complete_empty(lease)
         if not lease.local:
             self._outbox.put(SendDone(lease.prefill, lease.name))
+        self.endings.add(lease)
 
     def _share(self, lease: Lease) -> None:
         """Moves what the lease's worker has filled itself into the tree once all of the prompt is there, if nothing of

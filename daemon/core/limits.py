@@ -94,6 +94,16 @@ class LeaseBlocks(NamedTuple):
 NO_BLOCKS = LeaseBlocks()
 
 
+def check_blocks(request: wire.Admit, blocks: LeaseBlocks) -> None:
+    """INVALID_ARGUMENT where these blocks of it, or that it has none, forbid something that it asks for."""
+    if blocks.own and request.max_new_tokens != 1:
+        raise invalid(f"max_new_tokens is {request.max_new_tokens}; with blocks it must be 1")
+    if request.ends_itself and not blocks.own:
+        raise invalid("ends_itself is set; without blocks it cannot be")
+    if request.ends_itself and blocks.held:  # Progress is to follow
+        raise invalid(f"ends_itself is set; with {len(request.held_blocks)} held_blocks it cannot be")
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """The blocks of an engine: how many there are, and of how many tokens one and a page are."""

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
+from kvferry.daemon.core.limits import hands_in
 from kvferry.proto import common_pb2 as common
 from kvferry.proto import worker_pb2 as wire
 
@@ -38,9 +39,15 @@ class Telling:
         self._in_blocks = in_blocks
         self._waits: set[_Name] = set()  # requests whose Admitted the worker waits for
         self._unawaited: set[_Name] = set()  # and those whose Begun or Ended it has no use for
+        self._unwanted: dict[_Name, tuple[str, ...]] = {}  # of those that end by themselves: what it is not told
 
     def hears(self, kind: str, message: wire.WorkerMessage) -> None:
         """Notes what the worker says, before it is answered."""
+        if kind == "admit" and message.admit.ends_itself:
+            self._unwanted.setdefault(_name(message.admit.name), _unwanted(message.admit))
+            return
+        if kind == "abort":
+            self._unwanted.pop(_name(message.abort.name), None)  # it waits for Ended
         if not self._late_seconds:
             return
         if kind == "admit":
@@ -58,12 +65,16 @@ class Telling:
         loop = asyncio.get_running_loop()
         while True:
             telling = [await self._events.get()]
+            if not self._is_wanted(telling[0]):
+                continue
             late = self._late(telling[0])
             until = loop.time() + late
             while late and len(telling) < MOST_LATE:
                 following = await self._next_until(until)
                 if following is None:
                     break
+                if not self._is_wanted(following):
+                    continue
                 telling.append(following)
                 late = self._late(following)
                 until = min(until, loop.time() + late)
@@ -80,6 +91,19 @@ class Telling:
             return getting.result() if getting.done() else None
         finally:
             getting.cancel()  # nothing is lost: a get that is not done has taken nothing
+
+    def _is_wanted(self, event: wire.WorkerEvent) -> bool:
+        """Whether the worker is told it."""
+        if not self._unwanted:
+            return True
+        kind = event.WhichOneof("kind")
+        if kind not in ("admitted", "ready", "ended", "failed"):
+            return True
+        name = _name(getattr(event, kind).name)
+        unwanted = self._unwanted.get(name, ())
+        if kind in ("ended", "failed"):
+            self._unwanted.pop(name, None)
+        return kind not in unwanted
 
     def _late(self, event: wire.WorkerEvent) -> float:
         """Seconds that it may wait for others."""
@@ -104,6 +128,13 @@ class Telling:
             if kind == "ended":
                 return UNAWAITED_SECONDS if unawaited else self._late_seconds
         return 0.0
+
+
+def _unwanted(admit: wire.Admit) -> tuple[str, ...]:
+    """The events that are not told of a request that ends by itself."""
+    if hands_in(admit):
+        return "admitted", "ready"
+    return ("admitted", "ended") if admit.prefill else ("ended",)
 
 
 def _name(message: common.RequestName) -> _Name:

@@ -171,6 +171,8 @@ class RankWords:
         return [Refuse(each.name, error) for each in self._requests.values() if each.begins and not each.passed]
 
     def _open(self, rank: int, name: common.RequestName, word: Pass, now: float) -> Sequence[Word]:
+        if word.kind == "admit" and word.message.admit.ends_itself:  # each rank says its last word
+            return [_failed(rank, name, invalid("ends_itself is set; of an engine of several ranks it cannot be"))]
         request, late = self._requests.get(_key(name)), self._is_late(rank, name)
         if request is None:
             if len(self) >= MAX_OPEN:

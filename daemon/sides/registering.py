@@ -154,4 +154,5 @@ class Registering:
             page_tokens=tiers.cache.events is not None,
             way_back=self._sends_back and tiers.block_tokens > 0,
             stows=tiers.stows,
+            ends_itself=tiers.block_tokens > 0,
         )

@@ -216,3 +216,49 @@ def test_nothing_is_lost_between_a_wait_and_its_end() -> None:
         await told.end()
 
     asyncio.run(story())
+
+
+def failed(number: int) -> wire.WorkerEvent:
+    return wire.WorkerEvent(failed=wire.Failed(name=name(number)))
+
+
+@pytest.mark.parametrize("late", [0.0, LATE])
+@pytest.mark.parametrize(
+    ("admit", "words"),
+    [
+        (wire.Admit(prefill="p", tokens=64), ["ready"]),
+        (wire.Admit(tokens=64), ["admitted", "ready"]),
+        (wire.Admit(tokens=64, held_tokens=64), ["ended"]),
+    ],
+)
+def test_of_a_request_that_ends_itself_no_more_is_told_than_its_worker_needs(
+    late: float, admit: wire.Admit, words: list[str]
+) -> None:
+    async def story() -> None:
+        told = Told(late, in_blocks=True)
+        admit.ends_itself = True
+        admit.name.CopyFrom(name(1))
+        told.telling.hears("admit", wire.WorkerMessage(admit=admit))
+        heard = await told.tells(admitted(1), ready(1), ended(1), within=2 * late + 0.05)
+        assert [word for words in heard for word in words] == words
+        assert not (told.telling._unwanted or told.telling._unawaited or told.telling._waits)
+        heard = await told.tells(admitted(1), ready(1), ended(1), within=2 * late + 0.05)
+        assert [word for words in heard for word in words] == ["admitted", "ready", "ended"], "the next one of its name"
+        await told.end()
+
+    asyncio.run(story())
+
+
+def test_who_aborts_a_request_that_ends_itself_hears_its_end() -> None:
+    async def story() -> None:
+        told = Told(0.0, in_blocks=True)
+        for number in (1, 2):
+            admit = wire.Admit(name=name(number), prefill="p", tokens=64, ends_itself=True)
+            told.telling.hears("admit", wire.WorkerMessage(admit=admit))
+        told.telling.hears("abort", wire.WorkerMessage(abort=wire.Abort(name=name(1))))
+        assert await told.tells(ended(1)) == [["ended"]]
+        assert await told.tells(failed(2)) == [["failed"]]
+        assert await told.tells(ended(2)) == [["ended"]] and not told.telling._unwanted
+        await told.end()
+
+    asyncio.run(story())

@@ -51,6 +51,7 @@ class Job:
     blocks: list[int]  # from `start` on, until `end`
     prefill: bool
     stores: bool
+    ends_itself: bool
     bound: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by page
     readable: int = 0  # tokens, once ready
     state: str = "admitted"  # ready, finished, owes an abort, aborted
@@ -82,6 +83,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.stopping: list[int] = []
         self.bound: dict[int, tuple[int, ...]] = {}
         self.workers, self.lost = {1, 2}, set[int]()
+        self.ready_and_over: set[Name] = set()
 
     @initialize(
         host=st.sampled_from([0, 4, 12, 60]),
@@ -126,6 +128,9 @@ class BlockMachine(RuleBasedStateMachine):
         kind = effect.event.WhichOneof("kind")
         message = getattr(effect.event, kind)
         name = Name(message.name.request_id, message.name.attempt)
+        if name in self.ready_and_over:
+            assert kind in ("ended", "failed")  # the latter where a worker errs
+            return
         job = self.jobs[name]
         if effect.worker not in self.workers:
             return
@@ -137,6 +142,9 @@ class BlockMachine(RuleBasedStateMachine):
             job.readable = job.end if job.prefill else min(job.readable, job.end)
             if not job.stores:
                 self.check_read(job)
+                if job.ends_itself:
+                    self.ready_and_over.add(name)
+                    self.give_back(name)
         elif kind == "failed":
             job.state = "owes an abort" if job.state != "finished" else job.state
         elif kind == "ended":
@@ -174,8 +182,9 @@ class BlockMachine(RuleBasedStateMachine):
         branch=st.integers(0, 2),
         tokens=st.integers(1, 22),
         kind=st.sampled_from(["prefill", "restore", "store"]),
+        alone=st.booleans(),
     )
-    def admit(self, data: st.DataObject, branch: int, tokens: int, kind: str) -> None:
+    def admit(self, data: st.DataObject, branch: int, tokens: int, kind: str, alone: bool) -> None:
         digests = [hashlib.sha256(bytes([branch if i > 1 else 0, i])).digest() for i in range(tokens // PAGE)]
         start, end = BLOCK * data.draw(st.integers(0, (tokens - 1) // BLOCK)), tokens
         if kind == "store":
@@ -191,7 +200,8 @@ class BlockMachine(RuleBasedStateMachine):
         self.count += 1
         name = Name(self.count.to_bytes(16, "big"), 1)
         worker = data.draw(st.sampled_from(sorted(self.workers)))
-        job = self.jobs[name] = Job(worker, digests, tokens, start, end, blocks, kind == "prefill", kind == "store")
+        asks, stores = kind == "prefill", kind == "store"
+        job = self.jobs[name] = Job(worker, digests, tokens, start, end, blocks, asks, stores, alone)
         if job.stores:
             for index, block in enumerate(blocks):
                 self.memory[block] = job.content(index)
@@ -205,6 +215,7 @@ class BlockMachine(RuleBasedStateMachine):
             held_tokens=tokens if job.stores else start // PAGE * PAGE,
             blocks=blocks,
             blocks_from=start,
+            ends_itself=alone,
         )
         try:
             self.core.admit(worker, SPACE, name, request, self.now + 30, self.now, SHAPE.named_by(request))
@@ -215,10 +226,13 @@ class BlockMachine(RuleBasedStateMachine):
     def of_state(self, *states: str) -> list[Name]:
         return sorted(n for n, job in self.jobs.items() if job.state in states and job.worker in self.workers)
 
-    @precondition(lambda self: self.of_state("ready"))
+    def to_finish(self) -> list[Name]:
+        return [name for name in self.of_state("ready") if not self.jobs[name].ends_itself]
+
+    @precondition(lambda self: self.to_finish())
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.of_state("ready")))
+        name = data.draw(st.sampled_from(self.to_finish()))
         job = self.jobs[name]
         job.state = "finished"
         self.core.finish(job.worker, name, job.tokens, b"", self.now)

@@ -329,3 +329,9 @@ def test_names_are_judged_before_they_are_kept(length: int, attempt: int, ends: 
         else:
             assert told(say(words, 1, message)) == [(1, "failed")]
     assert len(words) == 0
+
+
+def test_each_rank_says_its_last_word() -> None:
+    words = RankWords(2)
+    alone = wire.WorkerMessage(admit=wire.Admit(name=NAME, tokens=9, ends_itself=True))
+    assert told(say(words, 0, alone)) == [(0, "failed")] and len(words) == 0

@@ -30,6 +30,7 @@ class BlockJob(Job):
         self.named: list[int] = []
         self.begun = False  # its daemon knows of it
         self.admitted = False
+        self.ends_itself = False  # nothing more is said of it
 
     def wait_for_blocks(self, tokens: int) -> None:
         if self.stopped or not self.process.connected:
@@ -53,6 +54,11 @@ class BlockJob(Job):
         super().daemon_says(kind, body)
         if kind == "ended":
             self.daemon_lets_go()
+
+    def hear(self, kind: str, body: object, generations: list[int]) -> None:
+        if kind == "ended" and self.ends_itself:
+            self.said_last = True  # its Admit was
+        super().hear(kind, body, generations)
 
     def daemon_lets_go(self) -> None:
         """It touches nothing of the request any more."""
@@ -80,6 +86,11 @@ class BlockJob(Job):
     def on_ended(self) -> None:
         self.stopped = True
         self.over()
+
+
+def may_end_itself(name: Name) -> bool:
+    """Every other one; no draw, which would be taken from others."""
+    return name.request_id[0] % 2 == 0
 
 
 class BlockDecodeJob(BlockJob):
@@ -121,6 +132,7 @@ class BlockDecodeJob(BlockJob):
         body.max_new_tokens, body.warmup = 1, wanted.warmup
         body.held_tokens, body.blocks_from = self.start // PAGE * PAGE, self.start
         body.held_blocks.extend(self.held)
+        self.ends_itself = body.ends_itself = not self.held and may_end_itself(self.name)
         named = self.blocks[self.start // size : -(-self.end // size)]
         if self.prefill:
             self.process.side.prompts[self.name] = prompt  # type: ignore[union-attr]
@@ -166,6 +178,8 @@ class BlockDecodeJob(BlockJob):
         super().daemon_says(kind, body)
         if kind == "ready":
             self._reads_no_more()
+            if self.ends_itself:
+                self.daemon_lets_go()
 
     def daemon_lets_go(self) -> None:
         super().daemon_lets_go()
@@ -176,7 +190,7 @@ class BlockDecodeJob(BlockJob):
         if not self.clock.chance(self.process.side.faults.blunders):
             return named
         others = [job for job in self.process.jobs.values() if isinstance(job, BlockDecodeJob | StoreJob)]
-        living = [job for job in others if job.admitted and not job.said_last and job.named]
+        living = [job for job in others if job.admitted and not (job.said_last or job.ends_itself) and job.named]
         if not living:
             return named
         self.clock.counts["blocks that were named twice"] += 1
@@ -207,7 +221,12 @@ class BlockDecodeJob(BlockJob):
         if self.prefill and self.prompt.full and not self.wanted.warmup and self.clock.chance(STORED_EARLY):
             self.clock.counts["stores of blocks that are another request's too"] += 1
             self._store(self.prompt.full)
-        self.compute(*STEP)
+        if self.ends_itself:
+            self.clock.counts["requests that end by being ready"] += 1
+            self.stopped = self.said_last = self.finished = True
+            self._decode_soon()
+        else:
+            self.compute(*STEP)
 
     def _check(self, what: str) -> None:
         readable = len(self.prompt.tokens) if self.prefill else max(self.start, min(self.local_tokens, self.end))
@@ -234,6 +253,8 @@ class BlockDecodeJob(BlockJob):
         self.process.send("finish", message)
 
     def on_ended(self) -> None:
+        if self.ends_itself and self.finished:
+            return  # Ready stood for it
         self.stopped = True
         if self.finished and not self.cancelled:
             self._check("decodes from its prompt")
@@ -326,6 +347,7 @@ class StoreJob(BlockJob):
         body = message.admit
         body.digests, body.tokens, body.held_tokens = prompt.digests, len(prompt.tokens), len(prompt.tokens)
         body.max_new_tokens, body.priority = 1, parent.wanted.priority
+        self.ends_itself = body.ends_itself = may_end_itself(name)
         self.name_blocks(parent.blocks[: full * PAGE // self.engine.tokens])
         body.blocks.extend(self.named)
         clock.counts["stores"] += 1
@@ -338,7 +360,7 @@ class StoreJob(BlockJob):
         self.admitted = True
 
     def on_ready(self, body: wire.Ready, generations: list[int]) -> None:
-        if not self.stopped:
+        if not (self.stopped or self.ends_itself):
             self.compute(*STEP)
 
     def kernel(self) -> None:
