@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.client.attachment import Attachment, check_further
 from kvferry.client.daemon_end import LATE_SECONDS, DaemonEnd
@@ -23,6 +23,7 @@ from kvferry.client.requests import (
     FOR_PAGES,
     MAX_FINISH_DIGEST_BYTES,
     Admitted,
+    AdmitWords,
     Begun,
     DaemonGone,
     HandshakeFailed,
@@ -33,6 +34,7 @@ from kvferry.client.requests import (
     RequestName,
     Retracted,
     Stowed,
+    admit_message,
     check_output_digests,
     check_size,
     milliseconds,
@@ -44,6 +46,9 @@ from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_AUX_BYTES, MAX_REASON_CHARS
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.waiting import complete, is_done
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ANSWER_SLACK_S = 5.0  # the daemon keeps a request's deadline itself; the client waits this much longer for its word
 ANSWER_DEADLINE_S = 30.0  # for answers that wait for nothing but the daemon
@@ -137,24 +142,7 @@ class DaemonClient:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    async def admit(
-        self,
-        name: RequestName,
-        *,
-        digests: bytes,
-        tokens: int,
-        tail_digest: bytes,
-        prefill: str,
-        max_new_tokens: int,
-        deadline_s: float,
-        priority: int = 0,
-        warmup: bool = False,
-        held_tokens: int = 0,
-        traceparent: str = "",
-        blocks: Sequence[int] = (),
-        blocks_from: int = 0,
-        held_blocks: Sequence[int] = (),
-    ) -> Admitted:
+    async def admit(self, name: RequestName, **words: Unpack[AdmitWords]) -> Admitted:
         """Asks the daemon to hold this prompt until Ready, within `deadline_s`. `held_tokens`: with KV in memory of the
         worker's own, a multiple of the page size; it fills their pages behind the matched ones and says `progress`.
         `blocks`: of an engine that has registered blocks, where the bytes go from token `blocks_from` on, or with all
@@ -162,18 +150,28 @@ class DaemonClient:
         held tokens, where Welcome.way_back: to be read from `progress` until `ready`, or `abort`, returns.
         Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
         output do not fit in a message."""
-        message = worker_pb2.WorkerMessage()
-        admit = message.admit  # filled in place: what is put in a message is copied
-        admit.name.request_id, admit.name.attempt = name
-        admit.digests, admit.tokens, admit.tail_digest = digests, tokens, tail_digest
-        admit.prefill, admit.max_new_tokens, admit.deadline_ms = prefill, max_new_tokens, milliseconds(deadline_s)
-        admit.priority, admit.warmup, admit.held_tokens = priority, warmup, held_tokens
-        admit.traceparent, admit.blocks_from = traceparent, blocks_from
-        admit.blocks.extend(blocks)
-        admit.held_blocks.extend(held_blocks)
-        check_output_digests(tokens, max_new_tokens, self.geometry.page_size)
-        request = self._open(name, message, tokens, deadline_s)
-        return await self._wait(name, request.admitted, deadline_s + ANSWER_SLACK_S, "Admitted")
+        request = self._open_admit(name, words)
+        return await self._wait(name, request.admitted, request.deadline_s + ANSWER_SLACK_S, "Admitted")
+
+    def admit_alone(self, name: RequestName, **words: Unpack[AdmitWords]) -> None:
+        """Asks as `admit` does, for a request that is over when its prompt is there: `finish` is not said. `when_ended`
+        tells of that, then `arrived` has what came. Where `takes_alone`, with blocks, without `held_blocks`."""
+        self._open_admit(name, {**words, "ends_itself": True})
+
+    def _open_admit(self, name: RequestName, words: AdmitWords) -> OpenRequest:
+        check_output_digests(words["tokens"], words["max_new_tokens"], self.geometry.page_size)
+        request = self._open(name, admit_message(name, words), words["tokens"], words["deadline_s"])
+        request.ends_itself = words.get("ends_itself", False)
+        return request
+
+    @property
+    def takes_alone(self) -> bool:
+        """Whether the daemon takes `admit_alone`. Ranks end their requests together."""
+        return self.welcome.ends_itself and self._rank is None
+
+    def arrived(self, name: RequestName) -> tuple[Admitted | None, Ready | None]:
+        """The daemon's answers to `admit_alone`, once it has ended; None: not given, as of what is handed in."""
+        return self._requests[name].answers
 
     async def ready(self, name: RequestName) -> Ready:
         """Waits until every prompt page is readable, at most for the deadline given to `admit`."""

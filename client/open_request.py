@@ -25,6 +25,7 @@ class OpenRequest:
         self.pages = 0
         self.failure: RequestFailed | None = None
         self.retracted = False
+        self.ends_itself = False  # with Ready it is over
         self.admitted: asyncio.Future[Admitted] = loop.create_future()
         self.begun: asyncio.Future[Begun] = loop.create_future()
         self.ready: asyncio.Future[Ready] = loop.create_future()
@@ -52,6 +53,8 @@ class OpenRequest:
             ready = event.ready
             wanted = ready.page_tokens_from if ready.HasField("page_tokens_from") else None
             _resolve(self.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us, wanted))
+            if self.ends_itself:
+                self._end()
         elif kind == "grown":
             if event.grown.first_page != self.pages:
                 raise ValueError(f"Grown.first_page is {event.grown.first_page}; the request has {self.pages} pages")
@@ -67,14 +70,23 @@ class OpenRequest:
             if stowed is not None:
                 stowed(Stowed(event.stowed.stored, event.stowed.asked))
         elif kind == "ended":
-            _resolve(self.ended, None)
-            _resolve(self.released, None)
-            self._tell_end()
+            self._end()
         elif kind == "failed":
             error = event.failed.error
             if self.failure is None:  # else the daemon answers what crossed it
                 self.failure = RequestFailed(error.code, error.message, error.of_prefill)
                 self.fail(self.failure)
+
+    @property
+    def answers(self) -> tuple[Admitted | None, Ready | None]:
+        """Admitted and Ready, as far as they have come."""
+        admitted = self.admitted.result() if self.admitted.done() else None
+        return admitted, self.ready.result() if self.ready.done() else None
+
+    def _end(self) -> None:
+        _resolve(self.ended, None)
+        _resolve(self.released, None)
+        self._tell_end()
 
     def when_ended(self, hear: Callable[[BaseException | None], None]) -> None:
         """Has `hear` called once `ended` is done, with its exception."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from kvferry.proto import common_pb2, worker_pb2
 from kvferry.proto.limits import MAX_ATTEMPT, MAX_MESSAGE_BYTES, REQUEST_ID_BYTES
@@ -126,6 +126,43 @@ class PageTokens(NamedTuple):
 
 def milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+class _AdmitWords(TypedDict):
+    digests: bytes
+    tokens: int
+    tail_digest: bytes
+    prefill: str
+    max_new_tokens: int
+    deadline_s: float
+
+
+class AdmitWords(_AdmitWords, total=False):
+    """The fields of an Admit beside its name; `DaemonClient.admit` says what they mean."""
+
+    priority: int
+    warmup: bool
+    held_tokens: int
+    traceparent: str
+    blocks: Sequence[int]
+    blocks_from: int
+    held_blocks: Sequence[int]
+    ends_itself: bool
+
+
+def admit_message(name: RequestName, words: AdmitWords) -> worker_pb2.WorkerMessage:
+    message = worker_pb2.WorkerMessage()
+    admit = message.admit  # filled in place: what is put in a message is copied
+    admit.name.request_id, admit.name.attempt = name
+    admit.digests, admit.tokens, admit.tail_digest = words["digests"], words["tokens"], words["tail_digest"]
+    admit.prefill, admit.max_new_tokens = words["prefill"], words["max_new_tokens"]
+    admit.deadline_ms = milliseconds(words["deadline_s"])
+    admit.priority, admit.warmup = words.get("priority", 0), words.get("warmup", False)
+    admit.held_tokens, admit.traceparent = words.get("held_tokens", 0), words.get("traceparent", "")
+    admit.blocks_from, admit.ends_itself = words.get("blocks_from", 0), words.get("ends_itself", False)
+    admit.blocks.extend(words.get("blocks", ()))
+    admit.held_blocks.extend(words.get("held_blocks", ()))
+    return message
 
 
 def check_size(message: worker_pb2.WorkerMessage, tokens: int, page_size: int) -> None:

@@ -12,17 +12,18 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
-from kvferry.client.client import DaemonClient
-from kvferry.client.requests import DaemonGone, Ready, RequestFailed, RequestName
+from kvferry.client.client import ANSWER_DEADLINE_S, ANSWER_SLACK_S, DaemonClient
+from kvferry.client.requests import Admitted, Ready, RequestFailed, RequestName
 from kvferry.connectors import first_token
-from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools
+from kvferry.connectors.at_once import AtOnce, Lasting
+from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools, Work
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
 from kvferry.connectors.worker_state import UNWANTED, EngineStep, Push, cancel_begun, hear_nothing, run_whole
 from kvferry.proto import common_pb2
-from kvferry.waiting import SLICES, complete
+from kvferry.waiting import complete
 
 _log = logging.getLogger(__name__)
 
@@ -35,12 +36,31 @@ class BlockRequests:
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._blocks = tools.blocks
-        self._begun: set[_Sending] = set()  # since the last look; few live until the next, and each has no timer
-        self._looking: asyncio.TimerHandle | None = None
+        self._lasting = Lasting(tools)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    async def load(self, order: Load, step: EngineStep) -> int:
+    def load(self, order: Load, step: EngineStep) -> Work[int]:
+        client = self._tools.sessions.client
+        if self._goes_alone(client, step.begun) and not (client.welcome.way_back and order.held_blocks):
+            return self._loading(order, order.prefill)
+        return self._load(order, step)
+
+    def _goes_alone(self, client: DaemonClient | None, begun: Moment) -> TypeGuard[DaemonClient]:
+        """Whether nothing is to be said of a request but what it is, and that at once."""
+        if client is None or not client.takes_alone:
+            return False
+        try:
+            return begun is None or self._tools.mover.is_computed(begun)
+        except Exception:  # the request finds it, too
+            return False
+
+    def _loading(self, order: Load | Restore, prefill: str) -> asyncio.Future[int]:
+        loading = _Loading(self._tools, order, self._lease(order.request, order.name), self._lasting)
+        loading.begin(prefill, self._whole(order.start))
+        return loading
+
+    async def _load(self, order: Load, step: EngineStep) -> int:
         began = time.monotonic()
         async with self._lease(order.request, order.name) as lease:
             await self._computed(step.begun)
@@ -83,7 +103,12 @@ class BlockRequests:
         await self._computed(step.done)
         client.progress(order.name, self._whole(order.start))
 
-    async def restore(self, order: Restore, begun: Moment) -> int:
+    def restore(self, order: Restore, begun: Moment) -> Work[int]:
+        if self._goes_alone(self._tools.sessions.client, begun):
+            return self._loading(order, "")
+        return self._restore(order, begun)
+
+    async def _restore(self, order: Restore, begun: Moment) -> int:
         began = time.monotonic()
         async with self._lease(order.request, order.name) as lease:
             await self._computed(begun)
@@ -98,13 +123,20 @@ class BlockRequests:
             await client.ready(order.name)
             client.check(order.name)
             lease.then(self._tools.finish(client, order.name, tokens))
-            good = max(0, min(admitted.local_tokens, tokens - 1) - order.start) // self._blocks.block_tokens
+            good = restored_blocks(order, admitted, self._blocks.block_tokens)
             self._tools.moved.loaded_bytes += good * self._blocks.row_bytes
             self._tools.loaded(time.monotonic() - began)
             return good
         return 0
 
-    async def store(self, order: StorePages, begun: Moment) -> None:
+    def store(self, order: StorePages, begun: Moment) -> Work[None]:
+        if self._goes_alone(self._tools.sessions.client, begun):
+            storing = _Storing(self._tools, order, self._lease(order.request, order.name), self._lasting)
+            storing.begin()
+            return storing
+        return self._store(order, begun)
+
+    async def _store(self, order: StorePages, begun: Moment) -> None:
         async with self._lease(order.request, order.name) as lease:
             await self._computed(begun)
             client, tokens = lease.client, order.prompt.tokens
@@ -121,11 +153,10 @@ class BlockRequests:
         if not push.received:  # it was found where the daemon had pages of its own
             push.received = True
             self._tools.reports.add_received(order.request, order.blocks)
-        sending = _Sending(self._tools, push, self._lease(order.request, order.name), self._begun)
+        sending = _Sending(self._tools, push, self._lease(order.request, order.name), self._lasting)
         if order.waits:
             return asyncio.ensure_future(self._push_waiting(push, sending))
         sending.begin()
-        self._look_later()
         return sending
 
     async def _push_waiting(self, push: Push, sending: _Sending) -> bool:
@@ -133,7 +164,6 @@ class BlockRequests:
             client = lease.client
             self._tools.begin(client, push)
             sending.start(await self._matched(client, push))
-            self._look_later()
             sending.go_on()  # more may be computed by now
             return await sending
         return False
@@ -168,20 +198,6 @@ class BlockRequests:
                     await self._computed(push.filling.done)
                 client.fetch(push.order.name, fill.held_blocks + fill.blocks, fill.start)
 
-    def _look_later(self) -> None:
-        """Has a look come for what was begun just now."""
-        if self._looking is None:
-            seconds = self._tools.end_seconds / SLICES
-            self._looking = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        """Has those end in time that were begun since the last look, or up to an eighth of that time later."""
-        lasting = [*self._begun]
-        self._begun.clear()
-        self._looking = None
-        for sending in lasting:
-            sending.last()
-
     async def take_away(self, push: Push, work: asyncio.Future[Any] | None) -> None:
         """The daemon forgets the prompt: what its engine computes of it later lies elsewhere."""
         if work is not None and not push.over:
@@ -211,25 +227,93 @@ class BlockRequests:
         await complete(client.release(name, UNWANTED))
 
 
-class _Sending(asyncio.Future[bool]):
-    """A prompt of which the daemon is told as it is computed, and then its reply's first token: each at once, where a
-    task takes another turn of the loop. It is done when nothing reads the prompt's blocks any more: whether all of it
-    is in the daemon's hands. It has a task of its own only where it lasts, or to be given up, as where it is
-    cancelled."""
+class _Loading(AtOnce[int]):
+    """A prompt that is loaded from token `order.start` on: the number of its blocks that are as they should be."""
 
-    def __init__(self, tools: RequestTools, push: Push, lease: DaemonRequest, begun: set[_Sending]) -> None:
-        """`begun`: those that were begun of late."""
-        super().__init__(loop=asyncio.get_running_loop())
-        self.lease = lease
-        self._tools = tools
+    def __init__(self, tools: RequestTools, order: Load | Restore, lease: DaemonRequest, lasting: Lasting) -> None:
+        super().__init__(tools, order.name, lease, 0, lasting)
+        self._order = order
+        self._began = time.monotonic()
+
+    def begin(self, prefill: str, held_tokens: int) -> None:
+        """Asks for it. `prefill`: empty for what the daemon holds itself."""
+        order, seconds = self._order, self._tools.settings.deadline_seconds
+        try:
+            self.lease.client.admit_alone(
+                order.name,
+                **order.prompt.words,
+                max_new_tokens=1,
+                deadline_s=seconds,
+                prefill=prefill,
+                held_tokens=held_tokens,
+                traceparent=order.traceparent,
+                blocks=order.blocks,
+                blocks_from=order.start,
+            )
+            self.follow(seconds + ANSWER_SLACK_S)
+        except Exception as error:
+            self.fail(error)
+
+    def ended_well(self) -> int:
+        tools, order = self._tools, self._order
+        admitted, ready = self.lease.client.arrived(order.name)
+        assert ready is not None, "a load has no other end"
+        if isinstance(order, Load):
+            good, nbytes = len(order.blocks), ready.delta_bytes
+            tools.first(order.request, ready.aux)
+        else:
+            good = restored_blocks(order, admitted, tools.blocks.block_tokens)
+            nbytes = good * tools.blocks.row_bytes
+        tools.moved.loaded_bytes += nbytes
+        tools.loaded(time.monotonic() - self._began)
+        return good
+
+
+def restored_blocks(order: Restore, admitted: Admitted | None, block_tokens: int) -> int:
+    """The blocks of it that are whole, of what the daemon has said."""
+    found = 0 if admitted is None else admitted.local_tokens
+    return max(0, min(found, order.prompt.tokens - 1) - order.start) // block_tokens
+
+
+class _Storing(AtOnce[None]):
+    """A prompt that is handed in."""
+
+    def __init__(self, tools: RequestTools, order: StorePages, lease: DaemonRequest, lasting: Lasting) -> None:
+        super().__init__(tools, order.name, lease, None, lasting)
+        self._order = order
+
+    def begin(self) -> None:
+        order, seconds = self._order, self._tools.settings.store_seconds
+        try:
+            self.lease.client.admit_alone(
+                order.name,
+                **order.prompt.words,
+                max_new_tokens=1,
+                deadline_s=seconds,
+                prefill="",
+                held_tokens=order.prompt.tokens,
+                blocks=order.blocks,
+            )
+            self.follow(seconds + ANSWER_SLACK_S + ANSWER_DEADLINE_S)  # the last for its copies
+        except Exception as error:
+            self.fail(error)
+
+    def ended_well(self) -> None:
+        self._tools.moved.saved_bytes += len(self._order.blocks) * self._tools.blocks.row_bytes
+        self._tools.moved.stored += 1
+
+
+class _Sending(AtOnce[bool]):
+    """A prompt of which the daemon is told as it is computed, and then its reply's first token. It is done when nothing
+    reads the prompt's blocks any more: whether all of it is in the daemon's hands."""
+
+    def __init__(self, tools: RequestTools, push: Push, lease: DaemonRequest, lasting: Lasting) -> None:
+        super().__init__(tools, push.order.name, lease, False, lasting)
         self._push = push
-        self._begun = begun
-        self._task: asyncio.Task[None] | None = None  # most end before they need one
         self._saved = 0
         self._filled: tuple[int, ...] = ()
         self._named = 0  # blocks
         self._told = False  # its token
-        self._over = False  # it has ended, or is given up
 
     def begin(self) -> None:
         """Begins it where the engine waits for nothing: what the daemon has is loaded on its word alone."""
@@ -237,7 +321,7 @@ class _Sending(asyncio.Future[bool]):
             self._tools.begin(self.lease.client, self._push)
             self.start(0)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def start(self, matched: int) -> None:
         """Has the daemon, which knows the prompt, told of it from now on. `matched`: tokens that are in its blocks
@@ -247,9 +331,8 @@ class _Sending(asyncio.Future[bool]):
         if fill is not None and matched:
             self._filled = fill.held_blocks + fill.blocks
             self._named = len(self._filled)
-        self._begun.add(self)
         push.hear = self.go_on
-        self.lease.client.when_ended(push.order.name, self._ended)
+        self.follow(self._tools.end_seconds)
 
     def go_on(self) -> None:
         """Says what there is to be said. With an error of it the prompt is given up."""
@@ -257,7 +340,7 @@ class _Sending(asyncio.Future[bool]):
             self._say_computed()
             self._say_token()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _say_computed(self) -> None:
         blocks, order = self._tools.blocks, self._push.order
@@ -281,52 +364,10 @@ class _Sending(asyncio.Future[bool]):
             self.lease.client.aux(push.order.name, first_token.blob_of(push.token))
             self._told = True
 
-    def last(self) -> None:
-        """It lasts: now its end is awaited, for `end_seconds`."""
-        self._task = self.get_loop().create_task(self._awaited())
-
-    async def _awaited(self) -> None:
-        try:
-            await self.lease.client.ended(self._push.order.name, self._tools.end_seconds)
-        except (RequestFailed, DaemonGone) as error:
-            self._fail(error)
-
-    def _ended(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._fail(error)
-        elif not self._over:
-            self._hear_no_more()
-            self.lease.client.forget(self._push.order.name)
-            self.lease.ended()
-            self._tools.moved.pushed += 1
-            self.set_result(True)
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Has it given up; it is cancelled then."""
-        if self.done():
-            return False
-        self._fail(asyncio.CancelledError())
+    def ended_well(self) -> bool:
+        self._tools.moved.pushed += 1
         return True
 
-    def _fail(self, error: BaseException) -> None:
-        if not self._over:
-            self._hear_no_more()
-            self._task = self.get_loop().create_task(self._give_up(error))
-
     def _hear_no_more(self) -> None:
-        self._over = True
-        if self._task is not None:  # it would forget a new request of that name, too
-            self._task.cancel()
+        super()._hear_no_more()
         self._push.hear = hear_nothing
-        self._begun.discard(self)
-
-    async def _give_up(self, error: BaseException) -> None:
-        try:
-            async with self.lease:
-                raise error
-        except asyncio.CancelledError:
-            super().cancel()
-        except Exception as unforeseen:
-            self.set_exception(unforeseen)
-        else:
-            self.set_result(False)

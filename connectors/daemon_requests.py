@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import (
@@ -34,6 +34,9 @@ from kvferry.waiting import within
 
 CHECK_SECONDS = 0.5  # between looks whether a prompt that has no blocks yet has failed
 
+_T = TypeVar("_T")
+Work: TypeAlias = Coroutine[Any, Any, _T] | asyncio.Future[_T]
+"""A request's; a future has begun."""
 GiveUp = Callable[[DaemonClient, RequestName], Awaitable[None]]
 """Ends a request that did not end well; its blocks are the engine's when it returns."""
 
@@ -46,13 +49,13 @@ class DaemonRequests(Protocol):
     awaits_computed: bool
     """Whether they wait until what the engine had begun is computed before the daemon hears of them."""
 
-    async def load(self, order: Load, step: EngineStep) -> int:
+    def load(self, order: Load, step: EngineStep) -> Work[int]:
         """How many of its blocks are as they should be."""
 
-    async def restore(self, order: Restore, begun: Moment) -> int:
+    def restore(self, order: Restore, begun: Moment) -> Work[int]:
         """Likewise."""
 
-    async def store(self, order: StorePages, begun: Moment) -> None: ...
+    def store(self, order: StorePages, begun: Moment) -> Work[None]: ...
 
     def push(self, push: Push) -> asyncio.Future[bool]:
         """Begins it; in the end, whether all of it is in the daemon's hands."""

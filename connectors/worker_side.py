@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from kvferry.client.one_rank import TOGETHER_SECONDS, OneRank
 from kvferry.client.requests import HandshakeFailed
 from kvferry.connectors.block_requests import BlockRequests
 from kvferry.connectors.blocks import BlockMap
-from kvferry.connectors.daemon_requests import DaemonRequests, RequestTools
+from kvferry.connectors.daemon_requests import DaemonRequests, RequestTools, Work
 from kvferry.connectors.movers import Moment, Mover
 from kvferry.connectors.orders import (
     Begin,
@@ -257,8 +257,9 @@ class WorkerSide:
                 self._cancel(order.request)
                 self._pushes.pop(order.request, None)  # that it was received is all that is to be reported
 
-    def _run(self, request: str, work: Coroutine[Any, Any, _T], report: Callable[[_T | None], None]) -> None:
-        self._watch(request, self._loop.create_task(work, name=request), report)
+    def _run(self, request: str, work: Work[_T], report: Callable[[_T | None], None]) -> None:
+        begun = work if isinstance(work, asyncio.Future) else self._loop.create_task(work, name=request)
+        self._watch(request, begun, report)
 
     def _watch(self, request: str, work: asyncio.Future[_T], report: Callable[[_T | None], None]) -> None:
         """`report` is called once with the work's result, None where it was cancelled, maybe before it began."""

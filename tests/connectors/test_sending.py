@@ -44,7 +44,7 @@ def test_a_name_that_is_used_again_at_once_is_the_new_requests(tmp_path: Path) -
         request = name()
         sending = requests.push(push_of(request))
         sending.add_done_callback(lambda _: again.append(requests.push(push_of(request))))
-        requests._look()
+        requests._lasting.look()
         await daemon.wait_for("begin")
         daemon.events.put_nowait(worker_pb2.WorkerEvent(ended=worker_pb2.Ended(name=request.to_proto())))
         assert await sending
@@ -68,7 +68,7 @@ def test_the_end_is_awaited_as_long_as_a_decode_daemon_may_take(
         daemon.override["begin"] = lambda message: []
         request = name()
         sending = requests.push(push_of(request))
-        requests._look()
+        requests._lasting.look()
         await daemon.wait_for("begin")
         await asyncio.sleep(1.5)
         assert not sending.done()

@@ -48,6 +48,13 @@ def pair() -> Iterator[BlockPair]:
                 engine.file.unlink()
 
 
+@pytest.fixture(params=["newest", "older"])
+def daemons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one waits for the word that a request is over."""
+    if request.param == "older":
+        monkeypatch.setattr(DaemonClient, "takes_alone", False)
+
+
 def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
@@ -60,6 +67,7 @@ def same(pair: BlockPair, theirs: range, ours: range, last: int) -> bool:
     )
 
 
+@pytest.mark.usefixtures("daemons")
 @pytest.mark.parametrize("tokens", [1, BLOCK, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + BLOCK + 3])
 def test_prompts_go_from_blocks_to_blocks(pair: BlockPair, tokens: int) -> None:
     count = blocks_of(tokens)
@@ -139,7 +147,7 @@ def test_a_prompt_whose_end_is_not_told_is_given_up(
 ) -> None:
     monkeypatch.setattr(RequestTools, "end_seconds", property(lambda _: 0.4))
     side, theirs = pair.sides["prefill"], tuple(range(PER_PAGE))
-    until(lambda: side._requests._looking is None)  # type: ignore[attr-defined]  # another test's, with its time
+    until(lambda: side._requests._lasting.looking is None)  # type: ignore[attr-defined]  # another test's, with its time
     failed = side.moved.failed
     pair.give("prefill", Begin("unended", new_name(), new_prompt(PAGE), waits=waits))
     if waits:
@@ -222,6 +230,7 @@ def test_what_the_engine_holds_is_never_written(pair: BlockPair) -> None:
     assert pair.stats("decode").transfers.delta_pages == received_before + 3
 
 
+@pytest.mark.usefixtures("daemons")
 def test_what_is_handed_in_comes_back(pair: BlockPair) -> None:
     tokens = 3 * PAGE
     count = blocks_of(tokens)
@@ -246,6 +255,7 @@ def test_what_is_handed_in_comes_back(pair: BlockPair) -> None:
     assert pair.stats("decode").transfers.delta_pages == pages + 1
 
 
+@pytest.mark.usefixtures("daemons")
 def test_a_load_that_is_cancelled_is_reported_when_the_daemon_has_let_go(pair: BlockPair) -> None:
     name, prompt = new_name(), new_prompt(4 * PAGE)
     ours = tuple(range(blocks_of(4 * PAGE)))

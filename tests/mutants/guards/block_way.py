@@ -11,8 +11,10 @@ CLIENT = ("tests/client/test_ends.py",)
 DAEMON_REQUEST = ("tests/connectors/test_daemon_request.py",)
 SENDING = ("tests/connectors/test_sending.py",)
 AHEAD = ("tests/daemon/core/test_ahead.py",)
+ENDINGS = ("tests/daemon/core/test_endings.py",)
+TOLD = ("tests/daemon/test_worker_events.py",)
 
-GUARDS: tuple[Guard, ...] = (
+_WAY = (
     Guard(
         "what was ordered begins behind the word that nothing does any more",
         "connectors/worker_side.py",
@@ -121,7 +123,7 @@ GUARDS: tuple[Guard, ...] = (
         "a push whose word fails waits on",
         "connectors/block_requests.py",
         "_Sending.go_on",
-        "self._fail(error)",
+        "self.fail(error)",
         "pass",
         MOMENTS,
     ),
@@ -167,32 +169,32 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "a push that is cancelled is over at once",
-        "connectors/block_requests.py",
-        "_Sending._give_up",
+        "connectors/at_once.py",
+        "AtOnce._give_up",
         "async with self.lease:",
         "if True:",
         BLOCKS_WAY,
     ),
     Guard(
         "a push whose end is not told waits for ever",
-        "connectors/block_requests.py",
-        "BlockRequests._look",
-        "sending.last()",
+        "connectors/at_once.py",
+        "Lasting.look",
+        "request.last()",
         "pass",
         BLOCKS_WAY,
     ),
     Guard(
-        "a push that has waited for blocks has no deadline",
-        "connectors/block_requests.py",
-        "BlockRequests._push_waiting",
-        "self._look_later()",
+        "a request that is followed has no deadline",
+        "connectors/at_once.py",
+        "AtOnce.follow",
+        "self._lasting.add(self)",
         "pass",
         BLOCKS_WAY,
     ),
     Guard(
         "who awaits the end of a push forgets a new request of its name",
-        "connectors/block_requests.py",
-        "_Sending._hear_no_more",
+        "connectors/at_once.py",
+        "AtOnce._hear_no_more",
         "self._task.cancel()",
         "pass",
         SENDING,
@@ -207,8 +209,8 @@ GUARDS: tuple[Guard, ...] = (
     ),
     Guard(
         "an end that comes while a push is given up is its end",
-        "connectors/block_requests.py",
-        "_Sending._ended",
+        "connectors/at_once.py",
+        "AtOnce._ended",
         "elif not self._over:",
         "else:",
         BLOCKS_WAY,
@@ -246,3 +248,113 @@ GUARDS: tuple[Guard, ...] = (
         DAEMON_REQUEST,
     ),
 )
+
+# Requests that end by themselves, since their Admit was their worker's last word.
+_ALONE = (
+    Guard(
+        "a transfer that has just brought its last pages is stopped",
+        "daemon/core/endings.py",
+        "Endings.end_ready",
+        " if not lease.transfers",
+        "",
+        ENDINGS,
+    ),
+    Guard(
+        "what was aborted has finished",
+        "daemon/core/endings.py",
+        "Endings._end_these",
+        "if lease.state is LeaseState.READY:",
+        "if True:",
+        ENDINGS,
+    ),
+    Guard(
+        "a transfer that goes on keeps its request's blocks for ever",
+        "daemon/core/decode.py",
+        "DecodeCore.tick",
+        "self._keeper.endings.end_late()",
+        "pass",
+        ENDINGS,
+    ),
+    Guard(
+        "who waits has to wait for another word once a request has ended itself",
+        "daemon/core/decode.py",
+        "DecodeCore._pump",
+        "self._supply.pump(now)  # their pages are others'",
+        "pass",
+        ENDINGS,
+    ),
+    Guard(
+        "pages that their worker reads end by being ready",
+        "daemon/core/limits.py",
+        "check_blocks",
+        "if request.ends_itself and not blocks.own:",
+        "if False:",
+        ENDINGS,
+    ),
+    Guard(
+        "a request ends of which Progress is to follow",
+        "daemon/core/limits.py",
+        "check_blocks",
+        "if request.ends_itself and blocks.held:",
+        "if False:",
+        ENDINGS,
+    ),
+    Guard(
+        "one rank's opening is the last word of all",
+        "daemon/sides/rank_words.py",
+        "RankWords._open",
+        'if word.kind == "admit" and word.message.admit.ends_itself:',
+        "if False:",
+        ("tests/daemon/sides/test_rank_words.py",),
+    ),
+    Guard(
+        "who aborts what ends itself waits for ever",
+        "daemon/services/worker_events.py",
+        "Telling.hears",
+        "self._unwanted.pop(_name(message.abort.name), None)",
+        "pass",
+        TOLD,
+    ),
+    Guard(
+        "what one request of a name is not told is told to no other",
+        "daemon/services/worker_events.py",
+        "Telling._is_wanted",
+        "self._unwanted.pop(name, None)",
+        "pass",
+        TOLD,
+    ),
+    Guard(
+        "one rank ends what the others have to end, too",
+        "client/client.py",
+        "DaemonClient.takes_alone",
+        " and self._rank is None",
+        "",
+        CLIENT,
+    ),
+    Guard(
+        "Ready is not the end of what ends itself",
+        "client/open_request.py",
+        "OpenRequest.take",
+        "if self.ends_itself:",
+        "if False:",
+        CLIENT,
+    ),
+    Guard(
+        "nothing of what an engine holds goes back, since nothing is said of it",
+        "connectors/block_requests.py",
+        "BlockRequests.load",
+        " and not (client.welcome.way_back and order.held_blocks)",
+        "",
+        ("tests/connectors/worker_side/test_way_back_of_blocks.py",),
+    ),
+    Guard(
+        "the daemon writes into blocks that are still computed",
+        "connectors/block_requests.py",
+        "BlockRequests._goes_alone",
+        "begun is None or self._tools.mover.is_computed(begun)",
+        "True",
+        ("tests/connectors/worker_side/test_moments.py",),
+    ),
+)
+
+GUARDS: tuple[Guard, ...] = (*_WAY, *_ALONE)

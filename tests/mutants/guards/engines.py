@@ -320,8 +320,8 @@ DECIDED: tuple[Guard, ...] = (
         "what is held in part is not stored",
         "connectors/scheduler_decode.py",
         "DecodeScheduler.finished",
-        "self._view.held_pages(tracked.chain.pages(tokens)) * self.shape.page_size >= tokens",
-        "self._view.held_pages(tracked.chain.pages(tokens))",
+        "self._view.held_pages(digests) * self.shape.page_size >= tokens",
+        "self._view.held_pages(digests)",
         SCHEDULER,
     ),
     Guard(

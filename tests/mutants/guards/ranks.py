@@ -288,8 +288,8 @@ _ENGINES = (
         "a request that all ranks load is one load",
         "connectors/vllm/stats.py",
         "KVFerryStats.between",
-        "if rank == 0 or name not in _OF_RANK_0",
-        "if True",
+        "if rank != 0:",
+        "if False:",
         ("tests/connectors/vllm/test_stats.py",),
     ),
     Guard(
