@@ -65,11 +65,12 @@ class DecodeScheduler(SchedulerSide):
             end = request.num_prompt_tokens
             start = end - external
             held = start // page * page
+            prompt = tracked.chain.prompt(end)
             self._orders.append(
                 Load(
                     request.request_id,
                     tracked.params.name,
-                    tracked.chain.prompt(end),
+                    prompt,
                     tracked.params.prefill,
                     start,
                     self._blocks(blocks, 0, held),
@@ -77,7 +78,7 @@ class DecodeScheduler(SchedulerSide):
                     traceparent_of(request),
                 )
             )
-            self._arriving[request.request_id] = tracked.chain.pages(end)
+            self._arriving[request.request_id] = prompt.digests
             self.counts.loads += 1
             self.counts.load_tokens += external
         else:

@@ -81,8 +81,6 @@ class TimedConnector(KVFerryConnector):
         told = bool(connector_metadata.orders.orders or connector_metadata.orders.preempted)
         if self._clock.runs or told:
             self.timed(super().bind_connector_metadata, lambda result: told)(connector_metadata)
-        else:
-            self._connector_metadata = connector_metadata
 
     def wait_for_save(self) -> None:
         if self._clock.runs or self._working.awaits_step:

@@ -324,7 +324,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVFerryFacts(self._facts) if get_kv_transfer_group() is self else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
+        """Takes the step's orders in. Nothing is bound: so vLLM calls neither hook of each layer."""
         if connector_metadata is NOTHING and self._stepped:
             return  # as in most steps
         assert isinstance(connector_metadata, KVFerryMetadata)
