@@ -27,6 +27,9 @@ class TokenSource(Protocol):
 
     @property
     def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The first of them; None: they are not there by themselves."""
 
 
 class PromptChain:
@@ -72,7 +75,8 @@ class PromptChain:
     def _between(self, page: int, tokens: int) -> tuple[Sequence[int], Mapping[int, ExtraKeys | None] | None]:
         """The tokens from this page on, up to `tokens`, and the keys of its pages, counted from there."""
         size, start = self._page_size, page * self._page_size
-        fresh = self._source.all_token_ids[start:tokens]
+        whole = None if start else self._source.prompt_token_ids  # a slice would touch each of them once more
+        fresh = whole if whole is not None and len(whole) == tokens else self._source.all_token_ids[start:tokens]
         assert len(fresh) == tokens - start, f"the request has not {tokens} tokens"
         if (keys := self._keys) is None:
             return fresh, None

@@ -91,8 +91,6 @@ class WorkerSide:
         self._begun: dict[str, int] = {}  # prompts whose end was not ordered, by the step that began them
         self._pushing = False  # a push was ever handed in: decode engines have none, and wait for none
         self._loading = False  # blocks were ever given to a load or a store; then orders keep behind it
-        self._handed_over = 0  # to the copier, to be told behind what the engine had begun
-        self._told = 0  # of these; the copier's count
         self._steps = 0  # that came with orders
         self._saves: list[Save] = []  # of the step under way
         self._step: EngineStep | None = None  # it, where it came with other orders
@@ -140,8 +138,7 @@ class WorkerSide:
             # Blocks that a request holds may be another's that are computed in this very step.
             self._step = step if any(isinstance(order, (Load, Fill)) and order.held_blocks for order in now) else None
             self._loading = self._loading or step.begun is not None
-            # Prompts that are begun wait for nothing. An engine without other requests has begun nothing, mostly.
-            if self._pushing or not self._loading or self._is_computed(step.begun):
+            if self._pushing or not self._loading:  # prompts that are begun wait for nothing
                 self._loop.call_soon_threadsafe(self._begin, now, step)
             else:
                 self._behind(step.begun, self._begin, now, step)
@@ -181,15 +178,7 @@ class WorkerSide:
         if not (self._requests.awaits_computed and self._tools.mover.records):
             self._loop.call_soon_threadsafe(call, *args)
         else:
-            self._handed_over += 1
             self._copier.submit(partial(self._when_computed, after, call, args))
-
-    def _is_computed(self, moment: Moment) -> bool:
-        """Whether it is, and all that was told behind others has been: what is told now comes behind it."""
-        try:
-            return self._told == self._handed_over and (moment is None or self._tools.mover.is_computed(moment))
-        except Exception:  # the request finds it, too
-            return False
 
     def _when_computed(self, after: Moment, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         try:
@@ -198,7 +187,6 @@ class WorkerSide:
         except Exception:  # the request finds it, too
             _log.debug("what was begun before an order", exc_info=True)
         self._loop.call_soon_threadsafe(call, *args)
-        self._told += 1
 
     def _flush(self) -> None:
         """What `_behind` was given has been handed to the loop. Raises TimeoutError."""

@@ -42,6 +42,10 @@ class Request:
         return self.prompt + self.output
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(range(self.prompt))
+
+    @property
     def all_token_ids(self) -> list[int]:
         return list(range(self.num_tokens))
 

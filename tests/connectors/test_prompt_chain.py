@@ -18,6 +18,11 @@ ONE, OTHER = RequestName(bytes(16), 1), RequestName(bytes(15) + b"1", 1)
 @dataclass
 class Source:
     all_token_ids: list[int] = field(default_factory=list)
+    prompt: int = 0  # tokens that are there by themselves, too
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        return self.all_token_ids[: self.prompt] or None
 
 
 def of_pages(start: int, end: int) -> list[int | str] | None:
@@ -56,6 +61,7 @@ def test_a_chain_that_grows_is_the_whole_chain(keys: KeysBetween | None) -> None
         for _ in range(6):
             source.all_token_ids += [chosen.randrange(1 << 17) for _ in range(chosen.randrange(30))]
             count = chosen.randint(0, len(source.all_token_ids))
+            source.prompt = chosen.choice((0, count, count // 2))
             digests, tail = want(source.all_token_ids[:count], keys)
             if chosen.randrange(2):  # else the prompt hashes its pages itself
                 assert chain.pages(count) == digests

@@ -43,6 +43,7 @@ class Request:
     prompt_embeds: Any = None
     block_hashes: list[bytes] = field(default_factory=list)
     _prompt_embeds_per_block_hashes: dict[Any, bytes] = field(default_factory=dict)
+    prompt_token_ids: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -35,8 +35,8 @@ _WAY = (
         "an end overtakes its load",
         "connectors/worker_side.py",
         "WorkerSide.take",
-        "not self._loading or self._is_computed(step.begun)",
-        "step.begun is None",
+        "if self._pushing or not self._loading:",
+        "if self._pushing or step.begun is None:",
         MOMENTS,
     ),
     Guard(
