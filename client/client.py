@@ -401,10 +401,11 @@ class DaemonClient:
         self._raise_if_broken()
         if name in self._requests:
             raise name_in_use(name)
-        check_size(message, tokens, self.geometry.page_size)
+        data = message.SerializeToString()  # once: to be measured it is made, too
+        check_size(len(data), tokens, self.geometry.page_size)
         shape = self.geometry.page_size, self.welcome.pages, self.pools.in_blocks
         request = self._requests[name] = OpenRequest(tokens, deadline_s, *shape)
-        self._send(message if self._rank is None else self._rank.opening(message))
+        self._send(data if self._rank is None else self._rank.opening(message))
         return request
 
     def _of(self, name: RequestName) -> OpenRequest:
@@ -413,7 +414,7 @@ class DaemonClient:
         assert request is not None, f"request {name} is not open"
         return request
 
-    def _send(self, message: worker_pb2.WorkerMessage) -> None:
+    def _send(self, message: worker_pb2.WorkerMessage | bytes) -> None:
         self._raise_if_broken()
         if not self._stream.send(message):
             self._break(DaemonGone(f"the daemon takes no messages: more than {MAX_UNSENT_BYTES} bytes wait"))

@@ -165,9 +165,9 @@ def admit_message(name: RequestName, words: AdmitWords) -> worker_pb2.WorkerMess
     return message
 
 
-def check_size(message: worker_pb2.WorkerMessage, tokens: int, page_size: int) -> None:
-    """NotOpened where the digests of a prompt of so many tokens make it too long."""
-    if (size := message.ByteSize()) > MAX_MESSAGE_BYTES:
+def check_size(size: int, tokens: int, page_size: int) -> None:
+    """NotOpened where the digests of a prompt of so many tokens make its message, of `size` bytes, too long."""
+    if size > MAX_MESSAGE_BYTES:
         raise NotOpened(
             common_pb2.ERROR_INVALID_ARGUMENT,
             f"tokens has {tokens} tokens: with their digests at page size {page_size} the message to "

@@ -75,11 +75,11 @@ class Stream:
         self._early.clear()
         self.frames.go_on()
 
-    def send(self, message: worker_pb2.WorkerMessage) -> bool:
-        """Whether the daemon takes its messages; else this one is not sent."""
+    def send(self, message: worker_pb2.WorkerMessage | bytes) -> bool:
+        """Whether the daemon takes its messages; else this one, which may be bytes already, is not sent."""
         if self.frames.unsent > MAX_UNSENT_BYTES:
             return False
-        self.frames.send(message.SerializeToString())
+        self.frames.send(message if isinstance(message, bytes) else message.SerializeToString())
         return True
 
     async def welcome(self, deadline_s: float, rank: OneRank | None = None) -> worker_pb2.Welcome:
