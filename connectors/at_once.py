@@ -76,8 +76,12 @@ class AtOnce(asyncio.Future[_T]):
         if error is not None:
             self.fail(error)
         elif not self._over:
+            try:
+                result = self.ended_well()
+            except Exception as unforeseen:
+                self.fail(unforeseen)
+                return
             self._hear_no_more()
-            result = self.ended_well()
             self.lease.client.forget(self._name)
             self.lease.ended()
             self.set_result(result)

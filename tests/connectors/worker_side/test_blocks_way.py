@@ -175,6 +175,19 @@ def test_an_error_of_ours_ends_a_push_too(pair: BlockPair, monkeypatch: pytest.M
     assert (side.moved.pushed, side.moved.failed) == (pushed, failed + 1)
 
 
+def test_an_error_of_ours_ends_a_load_too(pair: BlockPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, name = PAGE, new_name()
+    prompt, theirs, ours = new_prompt(tokens), tuple(range(20, 20 + PER_PAGE)), tuple(range(PER_PAGE))
+    side = pair.sides["decode"]
+    failed = side.moved.failed
+    monkeypatch.setattr(RequestTools, "loaded", lambda *_: [].pop())
+    pair.give("decode", Load("our load", name, prompt, "p", 0, (), ours))
+    pair.give("prefill", Begin("our load", name, prompt), Save("our load", tokens, theirs), Release("our load", 7))
+    assert received(side, "our load") == set(ours)
+    sent(pair.sides["prefill"], "our load")
+    assert side.moved.failed == failed + 1 and pair.at_rest("decode") and not side._works
+
+
 def test_an_end_that_comes_while_a_push_is_given_up_changes_nothing(pair: BlockPair) -> None:
     """The daemon says Ended to its abort, too."""
     side = pair.sides["prefill"]

@@ -340,6 +340,14 @@ _ALONE = (
         CLIENT,
     ),
     Guard(
+        "a load whose end fails is never reported",
+        "connectors/at_once.py",
+        "AtOnce._ended",
+        "except Exception as unforeseen:",
+        "except ZeroDivisionError as unforeseen:",
+        BLOCKS_WAY,
+    ),
+    Guard(
         "nothing of what an engine holds goes back, since nothing is said of it",
         "connectors/block_requests.py",
         "BlockRequests.load",
