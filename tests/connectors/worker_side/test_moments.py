@@ -163,7 +163,8 @@ def test_a_device_that_is_lost_fails_requests_and_no_thread(pair: SlowPair) -> N
     mover = pair.mover("decode")
     mover.broken = True
     pair.give("decode", Load("e", new_name(), new_prompt(PAGE), "p", 0, (), OURS))
-    assert received(pair.sides["decode"], "e") == set(OURS)
+    soon = pair.settings("decode").deadline_seconds / 2  # its daemon does not hear of it
+    assert received(pair.sides["decode"], "e", soon) == set(OURS)
     mover.broken = False
     pair.give("decode", StorePages("f", new_name(), new_prompt(PAGE), THEIRS))
     sent(pair.sides["decode"], "f")
