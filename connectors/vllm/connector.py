@@ -238,7 +238,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker = self._workers.get(self._engine)
         if worker is not None and (worker.reports.sent or worker.reports.received):
             return True
-        return self._deciding.has_first_tokens
+        return self._scheduler is not None and self._scheduler.has_first_tokens
 
     def reports_now(self) -> KVConnectorOutput | None:
         """What the worker's half has reported since the last step took its reports, where it is in this process. Of
