@@ -51,7 +51,7 @@ class Job:
     blocks: list[int]  # from `start` on, until `end`
     prefill: bool
     stores: bool
-    ends_itself: bool
+    ends_itself: bool = False
     bound: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by page
     readable: int = 0  # tokens, once ready
     state: str = "admitted"  # ready, finished, owes an abort, aborted
