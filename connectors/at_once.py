@@ -18,16 +18,16 @@ class Lasting:
 
     def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
-        self._begun: set[AtOnce[Any]] = set()
+        self._begun: set[Followed[Any]] = set()
         self.looking: asyncio.TimerHandle | None = None
 
-    def add(self, request: AtOnce[Any]) -> None:
+    def add(self, request: Followed[Any]) -> None:
         self._begun.add(request)
         if self.looking is None:
             seconds = self._tools.end_seconds / SLICES
             self.looking = asyncio.get_running_loop().call_later(seconds, self.look)
 
-    def remove(self, request: AtOnce[Any]) -> None:
+    def remove(self, request: Followed[Any]) -> None:
         self._begun.discard(request)
 
     def look(self) -> None:
@@ -38,7 +38,7 @@ class Lasting:
             request.last()
 
 
-class AtOnce(asyncio.Future[_T]):
+class Followed(asyncio.Future[_T]):
     """A request that is done when the daemon touches nothing of it any more: with what its kind returns, or where it is
     given up with `vain`. It has a task only where it lasts, or to be given up, as where it is cancelled."""
 

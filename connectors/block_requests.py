@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from kvferry.client.client import ANSWER_DEADLINE_S, ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import Admitted, Ready, RequestFailed, RequestName
 from kvferry.connectors import first_token
-from kvferry.connectors.at_once import AtOnce, Lasting
+from kvferry.connectors.at_once import Followed, Lasting
 from kvferry.connectors.daemon_requests import DaemonRequest, RequestTools, Work
 from kvferry.connectors.movers import Moment
 from kvferry.connectors.orders import Load, Restore, StorePages
@@ -227,7 +227,7 @@ class BlockRequests:
         await complete(client.release(name, UNWANTED))
 
 
-class _Loading(AtOnce[int]):
+class _Loading(Followed[int]):
     """A prompt that is loaded from token `order.start` on: the number of its blocks that are as they should be."""
 
     def __init__(self, tools: RequestTools, order: Load | Restore, lease: DaemonRequest, lasting: Lasting) -> None:
@@ -275,7 +275,7 @@ def restored_blocks(order: Restore, admitted: Admitted | None, block_tokens: int
     return max(0, min(found, order.prompt.tokens - 1) - order.start) // block_tokens
 
 
-class _Storing(AtOnce[None]):
+class _Storing(Followed[None]):
     """A prompt that is handed in."""
 
     def __init__(self, tools: RequestTools, order: StorePages, lease: DaemonRequest, lasting: Lasting) -> None:
@@ -303,7 +303,7 @@ class _Storing(AtOnce[None]):
         self._tools.moved.stored += 1
 
 
-class _Sending(AtOnce[bool]):
+class _Sending(Followed[bool]):
     """A prompt of which the daemon is told as it is computed, and then its reply's first token. It is done when nothing
     reads the prompt's blocks any more: whether all of it is in the daemon's hands."""
 

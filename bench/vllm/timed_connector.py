@@ -78,7 +78,8 @@ class TimedConnector(KVFerryConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._clock.begin(time.monotonic(), int(connector_metadata.computes))
-        told = bool(connector_metadata.orders.orders or connector_metadata.orders.preempted)
+        orders = connector_metadata.orders
+        told = orders is not None and bool(orders.orders or orders.preempted)
         if self._clock.runs or told:
             self.timed(super().bind_connector_metadata, lambda result: told)(connector_metadata)
 

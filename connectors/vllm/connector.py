@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,14 +70,8 @@ _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE
 
 @dataclass(slots=True)
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    orders: Orders = field(default_factory=Orders)
+    orders: Orders | None = None  # none: nothing, which is little for other processes' workers to read
     computes: bool = True  # a forward pass follows
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        """Other processes' workers know the two below by their names."""
-        if self is NOTHING or self is IDLE:
-            return "NOTHING" if self is NOTHING else "IDLE"
-        return KVFerryMetadata, (self.orders, self.computes)
 
 
 NOTHING, IDLE = KVFerryMetadata(), KVFerryMetadata(computes=False)
@@ -325,13 +319,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Takes the step's orders in. Nothing is bound: so vLLM calls neither hook of each layer."""
-        if connector_metadata is NOTHING and self._stepped:
-            return  # as in most steps
         assert isinstance(connector_metadata, KVFerryMetadata)
-        orders = connector_metadata.orders
-        if orders.orders or orders.preempted or not self._stepped:
+        if (orders := connector_metadata.orders) is not None or not self._stepped:
             self._stepped = True
-            self._working.take(orders)
+            self._working.take(orders or Orders())
         if not connector_metadata.computes:  # some versions have no `wait_for_save` then
             self._working.forward_done()
 

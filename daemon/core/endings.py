@@ -42,7 +42,7 @@ class Endings:
                 self.finish(lease)
 
     def finish(self, lease: Lease) -> None:
-        """Its worker has said its last word; what it hands in is stored."""
+        """Ends one whose worker has said its last word; what that hands in is stored."""
         if lease.stores and lease.hold.digests:  # none: nothing is to be kept
             self._blocks.store(lease)
         lease.acknowledge = True

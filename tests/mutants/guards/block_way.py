@@ -170,7 +170,7 @@ _WAY = (
     Guard(
         "a push that is cancelled is over at once",
         "connectors/at_once.py",
-        "AtOnce._give_up",
+        "Followed._give_up",
         "async with self.lease:",
         "if True:",
         BLOCKS_WAY,
@@ -186,7 +186,7 @@ _WAY = (
     Guard(
         "a request that is followed has no deadline",
         "connectors/at_once.py",
-        "AtOnce.follow",
+        "Followed.follow",
         "self._lasting.add(self)",
         "pass",
         BLOCKS_WAY,
@@ -194,7 +194,7 @@ _WAY = (
     Guard(
         "who awaits the end of a push forgets a new request of its name",
         "connectors/at_once.py",
-        "AtOnce._hear_no_more",
+        "Followed._hear_no_more",
         "self._task.cancel()",
         "pass",
         SENDING,
@@ -210,7 +210,7 @@ _WAY = (
     Guard(
         "an end that comes while a push is given up is its end",
         "connectors/at_once.py",
-        "AtOnce._ended",
+        "Followed._ended",
         "elif not self._over:",
         "else:",
         BLOCKS_WAY,
@@ -342,7 +342,7 @@ _ALONE = (
     Guard(
         "a load whose end fails is never reported",
         "connectors/at_once.py",
-        "AtOnce._ended",
+        "Followed._ended",
         "except Exception as unforeseen:",
         "except ZeroDivisionError as unforeseen:",
         BLOCKS_WAY,
