@@ -55,7 +55,7 @@ class Reports:
     def found(self, request: str) -> int | None:
         """What the news that nobody has taken say of a prompt that waits; None: nothing."""
         news = self.news
-        return None if news is None else news.found.get(request)
+        return None if news is None or request in news.failed else news.found.get(request)
 
     def take_news(self) -> News | None:
         if self.news is None:

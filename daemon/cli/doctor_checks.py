@@ -22,6 +22,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_address, size
 from kvferry.daemon.memory.capacity import (
     SHM_REMEDY,
+    host_wanted,
     in_memory,
     in_shm,
     index_lacks,
@@ -35,7 +36,6 @@ from kvferry.daemon.socket_file import MAX_PATH_BYTES
 from kvferry.frames import SUFFIX
 from kvferry.listening import cannot_listen, is_loopback
 from kvferry.transfer.courier.link import CourierConfig, CourierError, CourierLink
-from kvferry.transfer.host_tier.rows import wanted_in_memory
 from kvferry.transfer.mapping import memory_room
 
 COURIER_SECONDS = 20.0
@@ -68,11 +68,11 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     shared, tier = in_shm(config), in_memory(config)
     text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
     text += f", pools take {size(shared)}" if shared else ""
-    spared = wanted_in_memory(0, tier) - tier
+    spared = host_wanted(config) - tier
     text += f", host tier takes {size(tier)} and leaves {size(spared)} free" if tier else ""
     if room.nbytes < slots + shared:
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
-    elif room.nbytes < slots + shared + wanted_in_memory(0, tier):
+    elif room.nbytes < slots + shared + host_wanted(config):
         yield Finding(BAD, "memory", text, "a smaller --host-bytes, or a file by --host-dir; or more memory")
     else:
         yield Finding(OK, "memory", text)

@@ -191,12 +191,11 @@ def _same_side(earlier: Shot, shot: Shot, index: int) -> cache.SideStats | None:
 
 def _host(side: cache.SideStats, old: cache.SideStats, draw: Draw) -> str | Text:
     host = side.host
-    if host.pages != host.asked_pages:
-        return f"{host.pages / host.asked_pages:.0%} is there"
-    if not host.pages:
+    if not host.asked_pages:
         return "-"
     unstored = sum(each.count for each in side.tiers.unstored) - sum(each.count for each in old.tiers.unstored)
-    return draw(host).append(f", {unstored} not stored" if unstored else "", "yellow")
+    there = draw(host) if host.pages == host.asked_pages else Text(f"{host.pages / host.asked_pages:.0%} is there")
+    return there.append(f", {unstored} not stored" if unstored else "", "yellow")
 
 
 def _row(stats: cache.StatsReply, side: cache.SideStats, old: cache.SideStats, seconds: float, draw: Draw) -> Row:

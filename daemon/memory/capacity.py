@@ -20,6 +20,7 @@ MORE_SHM = (
     "with a sizeLimit"
 )
 SHM_REMEDY = f"a smaller --pool-bytes, {MORE_SHM}"
+MOST_PAGES = 1 << 31
 SMALL_PAGE_BYTES = 64 << 10  # few models have smaller ones, of 16 tokens
 
 
@@ -49,7 +50,8 @@ def index_room(config: DaemonConfig) -> tuple[int, int]:
     page must have for the index to fit: how many an engine's have is not known yet."""
     left = max(0, shutil.disk_usage(config.shm_dir).free - in_shm(config)) // len(config.roles)
     pages = 1
-    while HeldIndex.bytes_for(2 * pages) <= left:  # it is as large for all up to a power of two
+    # It is as large for all up to a power of two, and more than the last have no ids.
+    while pages < MOST_PAGES and HeldIndex.bytes_for(2 * pages) <= left:
         pages *= 2
     return left, -(-(config.host_bytes + pools(config, 1)) // pages)
 
@@ -93,10 +95,15 @@ def pool_lacks(config: DaemonConfig, roles: int | None = None) -> list[str]:
     return found
 
 
+def host_wanted(config: DaemonConfig) -> int:
+    """Bytes that must be free for the host tiers of all roles, with what is left free beside the last one made."""
+    tier = in_memory(config)
+    return tier - config.host_bytes + wanted_in_memory(0, config.host_bytes) if tier else 0
+
+
 def host_lacks(config: DaemonConfig) -> list[str]:
     """The reason for which the host tier will stay small, with its remedy."""
-    tier, room = in_memory(config), memory_room.tightest()
-    wanted = wanted_in_memory(0, tier)
+    tier, wanted, room = in_memory(config), host_wanted(config), memory_room.tightest()
     if room is None or wanted <= room.nbytes:
         return []
     there = f"host tier: {size(tier)} are asked for, {size(room.nbytes)} are there ({room.name})"

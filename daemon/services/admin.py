@@ -53,6 +53,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         side = self._side(request.role)
         if side.tiers.reads_file:  # what comes behind the flush would stay
             raise precondition(f"the {side.role} side's host tier is still being read from its file: try again")
+        if side.tiers.file_unopened:
+            raise precondition(f"what the host tier's file has would stay: {side.tiers.host_stays}")
         known = _known(side, request.namespace_id)
         if request.strict:
             _check_nothing_held(known)

@@ -7,6 +7,7 @@ They are made when the first worker says what model it serves; later workers mus
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 import shutil
@@ -132,6 +133,11 @@ class SideTiers:
     def host_stays(self) -> str:
         """See `HostTier.stays`."""
         return self._host.stays if self._host is not None else ""
+
+    @property
+    def file_unopened(self) -> bool:
+        """Whether there may be a file of the host tier, which could not be opened: a later daemon finds what it has."""
+        return bool(self._config.host_dir) and self._host is not None and self._host.is_nothing
 
     @property
     def keeps_nothing(self) -> bool:
@@ -334,9 +340,10 @@ class SideTiers:
             self._held = await make_in_thread(making, HeldPages.close)
         except OSError as error:
             nbytes, where = HeldPages.bytes_for(pages + host_pages), self._config.shm_dir
-            what = f"index of {pages + host_pages} pages that may be held, {nbytes} bytes in {where}"
-            free = f"which has {shutil.disk_usage(where).free} free"
-            raise exhausted(f"{what}, {free}: {error.strerror}; a smaller --host-bytes, {MORE_SHM}") from error
+            what = f"index of {pages + host_pages} pages that may be held, {nbytes} bytes in {where}: {error.strerror}"
+            if error.errno == errno.ENOSPC:
+                what += f" ({shutil.disk_usage(where).free} are free); a smaller --host-bytes, {MORE_SHM}"
+            raise exhausted(what) from error
         return self._held
 
     def _withdraw(self) -> None:

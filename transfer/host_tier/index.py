@@ -149,7 +149,7 @@ class Header:
 
 
 class RowIndex:
-    """The entries of one file. One thread at a time.
+    """The entries of one file. Of one row's entry one thread at a time does anything; one at a time writes.
 
     A generation is a number that no write of any row had before, over restarts too: greater is younger, also between
     rows. Numbers are reserved in the header, many at a time, before the first of them is used.

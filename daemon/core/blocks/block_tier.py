@@ -111,6 +111,9 @@ class BlockTier:
             self._wait(lease, wanted)
             return
         room = cache.eviction.host_room(namespace, wanted)
+        if hard := namespace.quota.host_hard:  # what is behind is in no tree yet
+            behind = sum(written.pages for written in self._behind if written.namespace is namespace)
+            room = min(room, max(0, hard - namespace.tree.host_pages - behind))
         self._not_stored("room", wanted - room)
         if room:
             self._storing[namespace.id].update(digests[first : first + room])

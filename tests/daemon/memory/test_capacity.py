@@ -107,6 +107,19 @@ def test_pages_of_which_there_can_be_no_index_are_said(
     assert not pool_room.index_lacks(config.model_copy(update={"host_bytes": 24 << 30}))
 
 
+@pytest.mark.parametrize("free", [65 << 30, 500 << 30, 1 << 50])
+def test_large_shared_memory_has_room_for_any_index(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_room.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    config = DaemonConfig(role="decode", device="cuda:0", pool_bytes=8 << 30, host_bytes=1 << 40, shm_dir=str(tmp_path))
+    assert not pool_room.index_lacks(config)
+
+
+def test_what_stays_free_beside_tiers_is_of_the_last_one_made() -> None:
+    config = DaemonConfig(role="both", pool_bytes=1 << 30, host_bytes=160 << 30)
+    assert pool_room.host_wanted(config) == (2 * 160 + 10) << 30
+    assert pool_room.host_wanted(DaemonConfig(role="decode", pool_bytes=1 << 30)) == 0
+
+
 def test_what_does_not_fit_on_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "Driver", TwoGpus)
     monkeypatch.setattr(pool_room, "Driver", TwoGpus)
