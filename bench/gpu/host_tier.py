@@ -228,9 +228,12 @@ def growing(socket: str, began: float) -> str:
         fetch(channel)  # connects
         while True:
             asked = time.perf_counter()
-            host = fetch(channel).sides[0].host
+            side = fetch(channel).sides[0]
+            host = side.host
             longest = max(longest, time.perf_counter() - asked)
             first = first or (time.perf_counter() - began) * (host.pages > 0)
+            if side.tiers.host_stays:
+                return f", {side.tiers.host_stays}"
             if host.pages >= host.asked_pages:
                 break
             time.sleep(0.005)
@@ -348,6 +351,15 @@ async def copies(name: str, ways: tuple[Any, ...], seconds: float, tier: HostTie
     return moved / GIB / (time.perf_counter() - began)
 
 
+async def _without(steps: Engine | None) -> float:
+    """Milliseconds of a step without a copy, now: an engine's grow with what it computes."""
+    if steps is None:
+        return 0.0
+    steps.told()
+    await asyncio.sleep(1.0)
+    return median(steps.told())
+
+
 async def rates(seconds: float, peaks: dict[str, float], steps: Engine | None = None) -> None:
     for name, (geometry, _) in SHAPES.items():
         with contextlib.closing(pool_of(geometry)) as memory:
@@ -356,11 +368,12 @@ async def rates(seconds: float, peaks: dict[str, float], steps: Engine | None = 
             await tier.grow(cache, bytes(32), lambda: None)
             for what, ways in WAYS.items():
                 await copies(name, ways, 0.5, tier, cache)
-                if steps is not None:
-                    steps.told()
+                alone = await _without(steps)
                 rate = await copies(name, ways, seconds, tier, cache)
                 told = f"pages of {name}, {what}: {rate:.1f} GiB/s, {rate / peaks[what]:.2f} of the link"
-                print(told + (f"; a step {median(steps.told()):.2f} ms" if steps is not None else ""), flush=True)
+                print(
+                    told + (f"; a step {median(steps.told()):.2f} ms, {alone:.2f} before" if steps else ""), flush=True
+                )
             used = {each: counts.bytes for each, counts in memory.copy_statistics().strategies.items() if counts.bytes}
             ways_used = ", ".join(f"{each} {nbytes / GIB:.0f} GiB" for each, nbytes in used.items())
             print(f"  {ways_used}; {taken() - before:.0f} MiB of the GPU's memory", flush=True)
@@ -370,7 +383,6 @@ async def rates(seconds: float, peaks: dict[str, float], steps: Engine | None = 
 async def beside_steps(seconds: float, peaks: dict[str, float], strategies: list[str], engine: str) -> None:
     with beside(engine) as steps:
         await asyncio.sleep(2.0)
-        print(f"beside {engine}: a decode step takes {median(steps.told()):.2f} ms without a copy", flush=True)
         for strategy in strategies:
             os.environ[ENVIRONMENT] = strategy
             print(f"strategy {strategy}:", flush=True)

@@ -213,6 +213,12 @@ def test_a_tier_that_cannot_be_had_costs_no_more_than_the_tier(
             assert re.search(f"1048576 bytes {why}", told.tiers.host_stays), told.tiers.host_stays
             assert "it stays so" in shown(told)
             assert daemon._snapshots.take().lacks == [] and not side.tiers.reads_file
+            service, request = AdminService(daemon.sides), admin.FlushRequest(role=common_pb2.ROLE_DECODE)
+            if in_file:  # a later daemon would find it
+                with pytest.raises(PermissionError, match="FAILED_PRECONDITION: what the host tier's file has would"):
+                    await service.Flush(request, cast(Any, Call()))
+            else:
+                assert await service.Flush(request, cast(Any, Call())) == admin.FlushReply()
             pages = side.cache.take(side.cache.namespace(bytes(32)), side.cache.pool.pages)
             assert pages is not None, "the pool serves"
             if kept is not None:

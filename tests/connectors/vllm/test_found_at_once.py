@@ -26,7 +26,10 @@ def test_it_is_heard_in_the_next_step(found: int, answer: tuple[int, bool], monk
     assert connector.get_num_new_matched_tokens(request, 0) == (None, False), "of another prompt, and in no process"
     monkeypatch.setitem(connector._workers, connector._engine, SimpleNamespace(reports=reports))
     assert connector.get_num_new_matched_tokens(request, 0) == (None, False)
-    reports.add_news(News(found={"a": found}))
+    reports.add_news(News(failed=frozenset("a"), found={"a": found}))
+    assert connector.get_num_new_matched_tokens(request, 0) == (None, False), "it will not be loaded: a step tells"
+    reports.take_news()
+    reports.add_news(News(found={"a": found, "b": 16}))
     assert connector.get_num_new_matched_tokens(request, 0) == answer
     side.hear(News(found={"a": 16}))  # as the step's outcome says once more
     assert connector.get_num_new_matched_tokens(request, 0) == answer

@@ -9,6 +9,7 @@ from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import BindPages, StartCopy, StartTransfer
 from kvferry.daemon.core.errors import RequestError
 from kvferry.daemon.core.limits import BlockShape, Name
+from kvferry.daemon.core.namespaces import Quota
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.proto import worker_pb2 as wire
@@ -18,6 +19,7 @@ from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Effects, 
 A, B, C, D = (name(number) for number in range(1, 5))
 SHAPE = BlockShape(blocks=40, block_tokens=2, page_size=PAGE)
 PER_PAGE = SHAPE.per_page
+NO_QUOTA = Quota()
 
 
 def blocks_of(first: int, pages: int) -> range:
@@ -25,9 +27,10 @@ def blocks_of(first: int, pages: int) -> range:
 
 
 class Decode(Effects):
-    def __init__(self, host_pages: int = 16) -> None:
+    def __init__(self, host_pages: int = 16, quota: Quota = NO_QUOTA) -> None:
         super().__init__()
-        self.cache = Cache(80, PAGE, host_pages=host_pages, limits=CacheLimits(in_blocks=True))
+        limits = CacheLimits(in_blocks=True, default_quota=quota)
+        self.cache = Cache(80, PAGE, host_pages=host_pages, limits=limits)
         self.core = DecodeCore(self.cache, DecodeLimits(max_tokens=400, page_bytes=64, admission_seconds=30.0, queue=8))
 
     def admit(self, number: Name, pages: int, first: int, *, prefill: str = "p", held: int = 0) -> None:
@@ -192,6 +195,15 @@ def test_rows_wait_for_what_is_before_them_as_far_as_there_is_a_bound(monkeypatc
     assert side.cache.host_pages == 3 and side.cache.tiers.unstored == {"behind": 1}
     side.end(first)
     assert side.held() == side.cache.host_pages == 3
+
+
+def test_rows_that_wait_for_what_is_before_them_count_in_a_quota() -> None:
+    side = Decode(quota=Quota(host_hard=2))
+    side.store(A, 1, 0)
+    (second,) = side.store(B, 3, 10)
+    side.end(second)
+    assert side.behind() == 2 and not side.store(C, 5, 20)
+    assert side.cache.host_pages == 3 and side.cache.tiers.unstored == {"room": 2}
 
 
 class Full(Decode):

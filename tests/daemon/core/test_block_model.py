@@ -357,7 +357,8 @@ class BlockMachine(RuleBasedStateMachine):
             assert cache.host_pages == sum(n.tree.host_pages for n in cache.namespaces.values()) + stored
         if not self.core.leases:
             assert not cache.locks and not cache.promised and not self.copies
-            assert not self.core._keeper.blocks.rows_behind
+            blocks = self.core._keeper.blocks
+            assert not blocks.rows_behind and not blocks._waiting and not any(blocks._storing.values())
 
     def teardown(self) -> None:
         tier_copies.MAX_COPIES = MAX_COPIES

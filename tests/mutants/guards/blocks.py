@@ -118,6 +118,14 @@ GUARDS: tuple[Guard, ...] = (
         CORE,
     ),
     Guard(
+        "rows that are behind count in a quota",
+        _TIER,
+        "BlockTier.store",
+        "namespace.tree.host_pages - behind",
+        "namespace.tree.host_pages",
+        CORE,
+    ),
+    Guard(
         "stores wait behind others as far as there is a bound",
         _TIER,
         "BlockTier._take_in",
