@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvferry.daemon.memory.interface import Pinner
 from kvferry.transfer.host_tier.index import DropReason, Recovered, RecoveryReport
-from kvferry.transfer.host_tier.rows import TierRows
+from kvferry.transfer.host_tier.rows import NoRows, TierRows
 from kvferry.transfer.mapping import memory_room
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class GrowingRows:
     def warn(self) -> None:
         """Says what has no room for all of them, or for all of them pinned."""
         nbytes = self.asked * self.row_bytes
+        if isinstance(self._rows, NoRows):
+            return  # said as the first chunk fails
         if lack := self._rows.lacks(0, nbytes):
             log.warning("host tier of %d bytes: %s; it grows as far as that", nbytes, lack)
         locked = memory_room.to_lock() if self._pinner is not None else None

@@ -137,7 +137,8 @@ class SideTiers:
     @property
     def file_unopened(self) -> bool:
         """Whether there may be a file of the host tier, which could not be opened: a later daemon finds what it has."""
-        return bool(self._config.host_dir) and self._host is not None and self._host.is_nothing
+        host = self._host
+        return bool(self._config.host_dir) and host is not None and host.is_nothing and not host.survives
 
     @property
     def keeps_nothing(self) -> bool:
