@@ -56,17 +56,18 @@ def rooms() -> Iterator[MemoryRoom]:
     for number, controllers, path in (line.split(":", 2) for line in lines):
         if number == "0":
             folder = CGROUPS / path.strip("/")
-            names = ("memory.max", "memory.current", "inactive_file")
+            limits: tuple[str, ...] = ("memory.max", "memory.high")  # above "high" all of it is held up
+            names = ("memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             folder = CGROUPS / "memory" / path.strip("/")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limits, names = ("memory.limit_in_bytes",), ("memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
         for each in (folder, *folder.parents):
             if each in CGROUPS.parents:
                 break
-            if (room := _of_cgroup(each, *names)) is not None:
-                yield room
+            found = (_of_cgroup(each, limit, *names) for limit in limits)
+            yield from (room for room in found if room is not None)
 
 
 def _of_cgroup(folder: Path, limit: str, current: str, reclaimed: str) -> MemoryRoom | None:

@@ -68,6 +68,16 @@ def test_each_cgroup_around_the_process_bounds_it(machine: Machine) -> None:
     assert memory_room.lacks(1501) == (f"1501 bytes are wanted, {machine.root}/pods/one/memory.max (4000) leaves 1500")
 
 
+def test_a_cgroup_that_is_held_up_before_its_limit_bounds_it(machine: Machine) -> None:
+    machine.within = "0::/pods\n"
+    machine.add("pods", V2, 9000, 5000, 1000)
+    (machine.root / "pods" / "memory.high").write_text("7000\n")
+    assert machine.left() == {"pods/memory.max (9000)": 5000, "pods/memory.high (7000)": 3000}
+    assert "memory.high (7000) leaves 3000" in memory_room.lacks(3001)
+    (machine.root / "pods" / "memory.high").write_text("max\n")
+    assert machine.left() == {"pods/memory.max (9000)": 5000}
+
+
 def test_a_cgroup_that_is_the_root_of_what_is_seen_bounds_it(machine: Machine) -> None:
     """As in a container with a namespace of its own."""
     machine.add("", V2, 4000, 5000, 500)
