@@ -10,7 +10,8 @@ VLLM_DEVICES=cuda:0,cuda:1 python bench/vllm/gpu_compare.py run --output build/p
     [--systems alone nixl offload kvferry blocks first first-blocks at-once back] [--ranks 2:2]
 python bench/vllm/gpu_compare.py table build/*.json --output bench/results/gpu_compare.txt
 
-With `--equal-memory` an engine whose daemon has no pool has its bytes in blocks; tables do not tell such rows apart.
+With `--equal-memory` an engine whose daemon has no pool has its bytes in blocks, and with `--daemon-memory` one without
+a daemon has what a daemon takes of the GPU besides; tables do not tell such rows apart.
 
 Systems are started one after the other, and the other way round on every second visit, so that each has the GPUs to
 itself and none is always the first. With `--together`, where GPU memory has room for them, all are up at once and idle
@@ -56,6 +57,7 @@ from kvferry.daemon.config.values import parse_size
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 FORGET_TRIES = 20
+DAEMONLESS = ("alone", "nixl", "offload")
 POOLED = ("kvferry", "first")  # their daemons have pools of their own
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "64")
 
@@ -218,6 +220,8 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
             own = spec_for(system, spec)
             if args.equal_memory and system not in POOLED:
                 own = with_more(own, parse_size(args.pool_bytes))
+            if system in DAEMONLESS:
+                own = with_more(own, parse_size(args.daemon_memory))
             each = Running(system, own, stack.enter_context(Cluster(own)))
             console.print(f"{system}: up in {time.monotonic() - began:.0f} s")
             warm(each.cluster, each.url, min(args.tokens_out))
@@ -313,6 +317,7 @@ def main() -> int:
     runs.add_argument("--page-size", type=int, default=64, metavar="TOKENS")
     runs.add_argument("--pool-bytes", default="8GiB", help="of each daemon")
     runs.add_argument("--equal-memory", action="store_true", help="a pool's bytes are blocks where there is no pool")
+    runs.add_argument("--daemon-memory", default="0", help="blocks of systems without daemons have so much more")
     runs.add_argument("--load-format", default=os.environ.get("VLLM_LOAD", "dummy"))
     tables = modes.add_parser("table")
     tables.set_defaults(go=gpu_tables.write_table)
