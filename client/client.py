@@ -150,19 +150,20 @@ class DaemonClient:
         held tokens, where Welcome.way_back: to be read from `progress` until `ready`, or `abort`, returns.
         Raises RequestFailed, DaemonGone; NotOpened when the name is in use or the digests of the prompt or of the
         output do not fit in a message."""
-        request = self._open_admit(name, words)
+        request = self._open_admit(admit_message(name, words), name, words)
         return await self._wait(name, request.admitted, request.deadline_s + ANSWER_SLACK_S, "Admitted")
 
     def admit_alone(self, name: RequestName, **words: Unpack[AdmitWords]) -> None:
         """Asks as `admit` does, for a request that is over when its prompt is there: `finish` is not said. `when_ended`
         tells of that, then `arrived` has what came. Where `takes_alone`, with blocks, without `held_blocks`."""
-        self._open_admit(name, {**words, "ends_itself": True})
+        message = admit_message(name, words)
+        message.admit.ends_itself = True
+        loads = bool(words["prefill"]) or words.get("held_tokens", 0) < words["tokens"]
+        self._open_admit(message, name, words).ends_when_ready = loads
 
-    def _open_admit(self, name: RequestName, words: AdmitWords) -> OpenRequest:
+    def _open_admit(self, message: worker_pb2.WorkerMessage, name: RequestName, words: AdmitWords) -> OpenRequest:
         check_output_digests(words["tokens"], words["max_new_tokens"], self.geometry.page_size)
-        request = self._open(name, admit_message(name, words), words["tokens"], words["deadline_s"])
-        request.ends_itself = words.get("ends_itself", False)
-        return request
+        return self._open(name, message, words["tokens"], words["deadline_s"])
 
     @property
     def takes_alone(self) -> bool:
@@ -323,6 +324,7 @@ class DaemonClient:
         if request is None or self._broken is not None:
             return
         message = worker_pb2.Abort(name=name.to_proto(), reason=reason[:MAX_REASON_CHARS])
+        request.ends_when_ready = False  # an Ended answers the Abort in any case
         try:
             self._send(worker_pb2.WorkerMessage(abort=message))
             if request.failure is None:
@@ -347,6 +349,7 @@ class DaemonClient:
         if request is None:
             return
         abort = worker_pb2.Abort(name=name.to_proto(), reason=reason[:MAX_REASON_CHARS])
+        request.ends_when_ready = False  # an Ended answers the Abort in any case
         try:
             self._send(worker_pb2.WorkerMessage(abort=abort))
             while not await is_done(request.released, LATE_SECONDS):

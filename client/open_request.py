@@ -25,7 +25,7 @@ class OpenRequest:
         self.pages = 0
         self.failure: RequestFailed | None = None
         self.retracted = False
-        self.ends_itself = False  # with Ready it is over
+        self.ends_when_ready = False  # then its daemon touches nothing of it any more
         self.admitted: asyncio.Future[Admitted] = loop.create_future()
         self.begun: asyncio.Future[Begun] = loop.create_future()
         self.ready: asyncio.Future[Ready] = loop.create_future()
@@ -53,7 +53,7 @@ class OpenRequest:
             ready = event.ready
             wanted = ready.page_tokens_from if ready.HasField("page_tokens_from") else None
             _resolve(self.ready, Ready(ready.aux, ready.delta_pages, ready.delta_bytes, ready.elapsed_us, wanted))
-            if self.ends_itself:
+            if self.ends_when_ready:
                 self._end()
         elif kind == "grown":
             if event.grown.first_page != self.pages:

@@ -147,7 +147,6 @@ class AdmitWords(_AdmitWords, total=False):
     blocks: Sequence[int]
     blocks_from: int
     held_blocks: Sequence[int]
-    ends_itself: bool
 
 
 def admit_message(name: RequestName, words: AdmitWords) -> worker_pb2.WorkerMessage:
@@ -159,7 +158,7 @@ def admit_message(name: RequestName, words: AdmitWords) -> worker_pb2.WorkerMess
     admit.deadline_ms = milliseconds(words["deadline_s"])
     admit.priority, admit.warmup = words.get("priority", 0), words.get("warmup", False)
     admit.held_tokens, admit.traceparent = words.get("held_tokens", 0), words.get("traceparent", "")
-    admit.blocks_from, admit.ends_itself = words.get("blocks_from", 0), words.get("ends_itself", False)
+    admit.blocks_from = words.get("blocks_from", 0)
     admit.blocks.extend(words.get("blocks", ()))
     admit.held_blocks.extend(words.get("held_blocks", ()))
     return message

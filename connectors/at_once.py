@@ -23,9 +23,12 @@ class Lasting:
 
     def add(self, request: Followed[Any]) -> None:
         self._begun.add(request)
-        if self.looking is None:
-            seconds = self._tools.end_seconds / SLICES
-            self.looking = asyncio.get_running_loop().call_later(seconds, self.look)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + min(self._tools.end_seconds, request.seconds) / SLICES
+        if self.looking is None or end < self.looking.when():
+            if self.looking is not None:
+                self.looking.cancel()
+            self.looking = loop.call_at(end, self.look)
 
     def remove(self, request: Followed[Any]) -> None:
         self._begun.discard(request)
@@ -51,19 +54,19 @@ class Followed(asyncio.Future[_T]):
         self._name = name
         self._vain = vain
         self._lasting = lasting
-        self._seconds = self._until = 0.0
+        self.seconds = self._until = 0.0
         self._task: asyncio.Task[None] | None = None
         self._over = False  # it has ended, or is given up
 
     def follow(self, seconds: float) -> None:
         """Hears its end from now on, for so long at most; the daemon has been told of it."""
-        self._seconds, self._until = seconds, self.get_loop().time() + seconds
+        self.seconds, self._until = seconds, self.get_loop().time() + seconds
         self._lasting.add(self)
         self.lease.client.when_ended(self._name, self._ended)
 
     def last(self) -> None:
         """Has its end awaited: it lasts. What this process slept meanwhile is not all of its time."""
-        seconds = max(self._seconds / SLICES, self._until - self.get_loop().time())
+        seconds = max(self.seconds / SLICES, self._until - self.get_loop().time())
         self._task = self.get_loop().create_task(self._awaited(seconds))
 
     async def _awaited(self, seconds: float) -> None:

@@ -45,5 +45,6 @@ class Endings:
         """Ends one whose worker has said its last word; what that hands in is stored."""
         if lease.stores and lease.hold.digests:  # none: nothing is to be kept
             self._blocks.store(lease)
-        lease.acknowledge = True
+        # Of a load that ends itself Ready stood for Ended: another would be taken for its answer to an Abort.
+        lease.acknowledge = lease.stores or not lease.ends_itself
         self._end(lease)

@@ -44,10 +44,9 @@ class Telling:
     def hears(self, kind: str, message: wire.WorkerMessage) -> None:
         """Notes what the worker says, before it is answered."""
         if kind == "admit" and message.admit.ends_itself:
-            self._unwanted.setdefault(_name(message.admit.name), _unwanted(message.admit))
+            if unwanted := _unwanted(message.admit):
+                self._unwanted[_name(message.admit.name)] = unwanted
             return
-        if kind == "abort":
-            self._unwanted.pop(_name(message.abort.name), None)  # it waits for Ended
         if not self._late_seconds:
             return
         if kind == "admit":
@@ -101,7 +100,7 @@ class Telling:
             return True
         name = _name(getattr(event, kind).name)
         unwanted = self._unwanted.get(name, ())
-        if kind in ("ended", "failed"):
+        if kind in ("ended", "failed") or (kind == "ready" and kind not in unwanted):
             self._unwanted.pop(name, None)
         return kind not in unwanted
 
@@ -131,10 +130,10 @@ class Telling:
 
 
 def _unwanted(admit: wire.Admit) -> tuple[str, ...]:
-    """The events that are not told of a request that ends by itself."""
+    """The events that are not told of a request that ends by itself, aborted or not."""
     if hands_in(admit):
         return "admitted", "ready"
-    return ("admitted", "ended") if admit.prefill else ("ended",)
+    return ("admitted",) if admit.prefill else ()
 
 
 def _name(message: common.RequestName) -> _Name:

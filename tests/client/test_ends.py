@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.client.client import DaemonClient
+from kvferry.client.daemon_end import DaemonEnd
 from kvferry.client.one_rank import OneRank
 from kvferry.client.requests import DaemonGone, RequestFailed, RequestName
 from kvferry.proto import common_pb2, worker_pb2
@@ -150,6 +151,41 @@ def test_what_is_handed_in_ends_with_ended_alone(tmp_path: Path) -> None:
         daemon.events.put_nowait(worker_pb2.WorkerEvent(ended=worker_pb2.Ended(name=request.to_proto())))
         await there(heard)
         assert heard == [None] and client.arrived(request) == (None, None)
+
+    alone(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("prefill", ["p", ""])
+def test_what_is_aborted_is_let_go_of_by_ended_alone(tmp_path: Path, prefill: str) -> None:
+    """The daemon may have been ready before it heard of that, and reads what is handed in when it is ready."""
+
+    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
+        daemon.override["abort"] = lambda message: []
+        client.end = DaemonEnd(client.welcome)  # as of one that has registered blocks
+        request = name()
+        client.admit_alone(
+            request,
+            digests=bytes(64),
+            tokens=9,
+            tail_digest=bytes(32),
+            prefill=prefill,
+            max_new_tokens=1,
+            deadline_s=5,
+            held_tokens=0 if prefill else 9,
+        )
+        if not prefill:
+            daemon.events.put_nowait(worker_pb2.WorkerEvent(ready=worker_pb2.Ready(name=request.to_proto())))
+            while not client._requests[request].ready.done():
+                await asyncio.sleep(0.01)
+            assert not client._requests[request].released.done()
+        releasing = asyncio.create_task(client.release(request, "wanted no more"))
+        await daemon.wait_for("abort")
+        daemon.events.put_nowait(worker_pb2.WorkerEvent(ready=worker_pb2.Ready(name=request.to_proto())))
+        done, _ = await asyncio.wait([releasing], timeout=0.1)
+        assert not done
+        daemon.events.put_nowait(worker_pb2.WorkerEvent(ended=worker_pb2.Ended(name=request.to_proto())))
+        await asyncio.wait_for(releasing, 10)
+        assert not client.open_requests
 
     alone(tmp_path, scenario)
 

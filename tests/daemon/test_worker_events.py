@@ -239,7 +239,8 @@ def test_of_a_request_that_ends_itself_no_more_is_told_than_its_worker_needs(
         admit.ends_itself = True
         admit.name.CopyFrom(name(1))
         told.telling.hears("admit", wire.WorkerMessage(admit=admit))
-        heard = await told.tells(admitted(1), ready(1), ended(1), within=2 * late + 0.05)
+        events = [admitted(1), ready(1), *([ended(1)] if "ended" in words else [])]  # of others Ready is the end
+        heard = await told.tells(*events, within=2 * late + 0.05)
         assert [word for words in heard for word in words] == words
         assert not (told.telling._unwanted or told.telling._unawaited or told.telling._waits)
         heard = await told.tells(admitted(1), ready(1), ended(1), within=2 * late + 0.05)
@@ -249,16 +250,21 @@ def test_of_a_request_that_ends_itself_no_more_is_told_than_its_worker_needs(
     asyncio.run(story())
 
 
-def test_who_aborts_a_request_that_ends_itself_hears_its_end() -> None:
+@pytest.mark.parametrize(("prefill", "held", "words"), [("p", 0, ["ready", "ended"]), ("", 64, ["ended"])])
+def test_who_aborts_a_request_that_ends_itself_hears_its_end(prefill: str, held: int, words: list[str]) -> None:
+    """What was said meanwhile says nothing of blocks that are handed in: they are being read."""
+
     async def story() -> None:
         told = Told(0.0, in_blocks=True)
-        for number in (1, 2):
-            admit = wire.Admit(name=name(number), prefill="p", tokens=64, ends_itself=True)
+        for number in (1, 2, 3):
+            admit = wire.Admit(name=name(number), prefill=prefill, tokens=64, held_tokens=held, ends_itself=True)
             told.telling.hears("admit", wire.WorkerMessage(admit=admit))
-        told.telling.hears("abort", wire.WorkerMessage(abort=wire.Abort(name=name(1))))
-        assert await told.tells(ended(1)) == [["ended"]]
-        assert await told.tells(failed(2)) == [["failed"]]
-        assert await told.tells(ended(2)) == [["ended"]] and not told.telling._unwanted
+        for number in (1, 2):
+            told.telling.hears("abort", wire.WorkerMessage(abort=wire.Abort(name=name(number))))
+        heard = await told.tells(admitted(1), ready(1), ended(1), within=0.05)
+        assert [word for words in heard for word in words] == words
+        assert await told.tells(ended(2)) == [["ended"]]
+        assert await told.tells(failed(3)) == [["failed"]] and not told.telling._unwanted
         await told.end()
 
     asyncio.run(story())

@@ -59,7 +59,7 @@ def test_a_load_ends_with_the_word_that_its_transfer_is_whole() -> None:
     assert not side.of(StopTransfer) and not side.told("ended"), "its last pages were just heard of"
     side.core.transfer_completed(number, 0.0)
     side.take()
-    assert side.told("ended") and not side.core.leases
+    assert not side.told("ended") and not side.core.leases, "Ready was its end"
     assert (side.core.counters.finished, side.core.counters.aborted) == (1, 0)
     assert side.core.transfer_counters.completed == 1
 
@@ -72,7 +72,7 @@ def test_a_load_whose_token_comes_last_ends_at_once() -> None:
     side.core.transfer_completed(transfer.ask.transfer, 0.0)
     side.core.aux("p", A, b"first", 0.0)
     side.take()
-    assert side.told("ready") and side.told("ended") and not side.core.leases
+    assert side.told("ready") and not side.told("ended") and not side.core.leases
 
 
 def test_a_transfer_that_goes_on_is_stopped_with_the_next_tick() -> None:
@@ -84,7 +84,20 @@ def test_a_transfer_that_goes_on_is_stopped_with_the_next_tick() -> None:
     assert [stop.transfer for stop in side.of(StopTransfer)] == [number] and not side.told("ended")
     side.core.transfer_drained(number, 0.1)
     side.take()
-    assert side.told("ended") and not side.core.leases and side.core.counters.finished == 1
+    assert not side.core.leases and side.core.counters.finished == 1
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_one_end_answers_an_abort_whether_it_crosses_ready_or_not(crosses: bool) -> None:
+    side = Decode()
+    side.admit()
+    number, told = side.arrive(), 0
+    steps = [lambda: side.core.transfer_completed(number, 0.0), lambda: side.core.abort(1, A, 0.0)]
+    for step in steps if crosses else [steps[1], lambda: side.core.transfer_drained(number, 0.0)]:
+        step()
+        side.take()
+        told += len(side.told("ended"))
+    assert told == 1 and not side.core.leases, "a second one would end the next request of its name"
 
 
 def test_what_is_handed_in_ends_with_its_copy() -> None:
