@@ -158,7 +158,7 @@ class DaemonClient:
         tells of that, then `arrived` has what came. Where `takes_alone`, with blocks, without `held_blocks`."""
         message = admit_message(name, words)
         message.admit.ends_itself = True
-        loads = bool(words["prefill"]) or words.get("held_tokens", 0) < words["tokens"]
+        loads = words["prefill"] != "" or words.get("held_tokens", 0) < words["tokens"]
         self._open_admit(message, name, words).ends_when_ready = loads
 
     def _open_admit(self, message: worker_pb2.WorkerMessage, name: RequestName, words: AdmitWords) -> OpenRequest:
@@ -324,7 +324,6 @@ class DaemonClient:
         if request is None or self._broken is not None:
             return
         message = worker_pb2.Abort(name=name.to_proto(), reason=reason[:MAX_REASON_CHARS])
-        request.ends_when_ready = False  # an Ended answers the Abort in any case
         try:
             self._send(worker_pb2.WorkerMessage(abort=message))
             if request.failure is None:

@@ -11,7 +11,7 @@ from kvferry.radix.pool import HeldIndex
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.pool_shape import page_bytes_of
 
-PROCESS_BYTES = 100 << 20  # a daemon, without what it keeps
+PROCESS_BYTES, ON_GPUS_BYTES = 100 << 20, 200 << 20  # a daemon, without what it keeps
 COURIER_BYTES = 60 << 20  # a session's process
 CONTEXT_BYTES = 288 << 20  # of a GPU: a process's CUDA context, on an H200 260 to 270 MiB
 TIER_BUFFERS_BYTES = (128 + 160) << 20  # of a GPU, with a host tier: what spills and restores are gathered in
@@ -141,7 +141,8 @@ def _need(
     ids = SHARING * running if servers.blocks else pool_bytes // page_bytes
     index = HeldIndex.bytes_for(max(1, ids + host_bytes // geometry.page_bytes))
     shm = index + (0 if servers.on_gpus else pool_bytes)
-    memory = shm + host_bytes + PROCESS_BYTES + sessions * COURIER_BYTES + (0 if servers.on_gpus else slot_memory)
+    memory = shm + host_bytes + sessions * COURIER_BYTES
+    memory += ON_GPUS_BYTES if servers.on_gpus else PROCESS_BYTES + slot_memory
     peers = max(LEAST_PEERS, sessions)
     return Need(
         role=role,
