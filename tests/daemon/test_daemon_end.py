@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import threading
@@ -296,7 +297,7 @@ def test_nothing_more_is_saved_once_an_invariant_is_broken(
     monkeypatch.setattr(side_module, "SPILL_PAGES", 4)
     written: list[int] = []
     copies: list[object] = []
-    both_run = threading.Event()
+    both_run, broken, numbers = threading.Event(), threading.Event(), itertools.count()
 
     async def story() -> None:
         config = config_of(tmp_path, host_dir=str(tmp_path / "host"), host_bytes=1 << 20)
@@ -314,15 +315,23 @@ def test_nothing_more_is_saved_once_an_invariant_is_broken(
                     both_run.set()
                 start(*words)
 
+            loop = asyncio.get_running_loop()
+
             def spills(*words: Any) -> None:
                 assert both_run.wait(20)
+                if breaks and next(numbers):  # the second one's entries come behind the error
+                    assert broken.wait(20)
                 spill(*words)
+
+            def dies() -> None:
+                daemon._die(AssertionError("broken"))
+                broken.set()
 
             def writes(rows: Any, *words: Any) -> None:
                 written.append(len(rows))
                 write(rows, *words)
                 if breaks:
-                    daemon._die(AssertionError("broken"))
+                    loop.call_soon_threadsafe(dies)
 
             monkeypatch.setattr(tier, "start", starts)
             monkeypatch.setattr(memory, "spill", spills)
