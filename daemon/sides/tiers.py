@@ -341,7 +341,7 @@ class SideTiers:
             self._held = await make_in_thread(making, HeldPages.close)
         except OSError as error:
             nbytes, where = HeldPages.bytes_for(pages + host_pages), self._config.shm_dir
-            what = f"index of {pages + host_pages} pages that may be held, {nbytes} bytes in {where}: {error.strerror}"
+            what = f"index of {pages + host_pages} pages that may be held, {nbytes} bytes in {where}: {error}"
             if error.errno == errno.ENOSPC:
                 what += f" ({shutil.disk_usage(where).free} are free); a smaller --host-bytes, {MORE_SHM}"
             raise exhausted(what) from error

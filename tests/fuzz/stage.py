@@ -140,7 +140,9 @@ class Tier:
     """Copies between the tiers that always end well; of any bytes, since who writes pages here is not honest."""
 
     unverified = 0
-    reads_file = False
+    reads_file = is_nothing = False
+    survives = True
+    stays = ""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
