@@ -65,14 +65,13 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
         yield Finding(NOTE, what, found, remedy)
     slots = _slot_bytes(config) * max(1, len(config.peers))
     room = memory_room.tightest() or memory_room.MemoryRoom("nothing that the system says", sys.maxsize)
-    shared, tier = in_shm(config), in_memory(config)
+    shared, tier, wanted = in_shm(config), in_memory(config), host_wanted(config)
     text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
     text += f", pools take {size(shared)}" if shared else ""
-    spared = host_wanted(config) - tier
-    text += f", host tier takes {size(tier)} and leaves {size(spared)} free" if tier else ""
+    text += f", host tier takes {size(tier)} and leaves {size(wanted - tier)} free" if tier else ""
     if room.nbytes < slots + shared:
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
-    elif room.nbytes < slots + shared + host_wanted(config):
+    elif room.nbytes < slots + shared + wanted:
         yield Finding(BAD, "memory", text, "a smaller --host-bytes, or a file by --host-dir; or more memory")
     else:
         yield Finding(OK, "memory", text)

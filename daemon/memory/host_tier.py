@@ -427,8 +427,10 @@ def _rows_of(config: DaemonConfig, role: str, memory: PoolMemory, pages: int) ->
         if not in_file:
             return AnonymousRows(pages, shape.row_bytes)
         layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
-        open_file = partial(FileRows.open, config.host_dir, pages=pages, page_bytes=shape.row_bytes, layout=layout)
-        return open_file(role=role, patience_s=LOCKED_SECONDS)
+        size, patience = shape.row_bytes, LOCKED_SECONDS
+        return FileRows.open(
+            config.host_dir, pages=pages, page_bytes=size, layout=layout, role=role, patience_s=patience
+        )
     except (OSError, ValueError) as error:
         flags = f"--host-dir {config.host_dir!r}" if in_file else "--host-bytes"
         return NoRows(f"{pages * shape.row_bytes} bytes ({flags}) cannot be had: {error}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import mmap
 import os
 import re
@@ -37,7 +36,7 @@ from kvferry.transfer.host_tier.index import (
 )
 from kvferry.transfer.mapping.memory_room import MemoryRoom, is_memory, lacks
 from kvferry.transfer.mapping.populate import POPULATE_READ, let_go, populate, reserve
-from kvferry.transfer.mapping.segment import Segment
+from kvferry.transfer.mapping.segment import FileLock, Segment
 
 _ROLE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 SPARED = 16  # a part of what the tier takes that is left free besides: all would have the system end a process
@@ -272,14 +271,6 @@ def verify_rows(buffer: memoryview, rows: Rows, page_bytes: int, expected: NDArr
     return [int(row) for row in np.asarray(rows, np.int64)[differs]]
 
 
-def _locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _open_locked(path: str, patience_s: float) -> int:
     """A descriptor that holds the lock, which another may have for so long; the file is made where it is missing."""
     try:
@@ -297,7 +288,7 @@ def _open_locked(path: str, patience_s: float) -> int:
         if status.st_nlink != 1:  # to replace its contents would destroy the other file, too
             raise OSError(errno.EMLINK, f"has {status.st_nlink} names; it must have 1", path)
         end = time.monotonic() + patience_s
-        while not _locks(fd):
+        while not FileLock(path, fd).try_acquire():
             if time.monotonic() >= end:
                 raise BlockingIOError(errno.EWOULDBLOCK, "is in use: another has it locked", path)
             time.sleep(BETWEEN_SECONDS)

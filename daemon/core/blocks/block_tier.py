@@ -94,10 +94,9 @@ class BlockTier:
             self._begin(lease, RESTORE, lease.held_pages, pages, rows)
         return pages
 
-    @property
-    def rows_behind(self) -> int:
-        """Rows that are written, and wait for what is before them."""
-        return sum(written.pages for written in self._behind)
+    def rows_behind(self, namespace: Namespace) -> int:
+        """Rows of it that are written, and wait for what is before them: in no tree yet."""
+        return sum(written.pages for written in self._behind if written.namespace is namespace)
 
     def store(self, lease: Lease) -> None:
         """Starts the copy of those of the lease's full pages that the tier has not, nor is being given, as far as it
@@ -111,9 +110,8 @@ class BlockTier:
             self._wait(lease, wanted)
             return
         room = cache.eviction.host_room(namespace, wanted)
-        if hard := namespace.quota.host_hard:  # what is behind is in no tree yet
-            behind = sum(written.pages for written in self._behind if written.namespace is namespace)
-            room = min(room, max(0, hard - namespace.tree.host_pages - behind))
+        if hard := namespace.quota.host_hard:
+            room = min(room, max(0, hard - namespace.tree.host_pages - self.rows_behind(namespace)))
         self._not_stored("room", wanted - room)
         if room:
             self._storing[namespace.id].update(digests[first : first + room])

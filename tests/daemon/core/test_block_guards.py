@@ -74,7 +74,7 @@ class Decode(Effects):
 
     def behind(self) -> int:
         """Rows that wait for what is before them."""
-        return self.core._keeper.blocks.rows_behind
+        return self.core._keeper.blocks.rows_behind(self.cache.namespace(NAMESPACE))
 
     def take(self) -> None:
         self.seen = self.core.take_effects()

@@ -353,12 +353,13 @@ class BlockMachine(RuleBasedStateMachine):
             assert namespace.tree.pages == 0
         if cache.host is not None:
             stored = sum(len(each.copy.host) for each in self.copies if each.copy.kind != RESTORE)
-            stored += self.core._keeper.blocks.rows_behind  # of copies that have ended
+            blocks = self.core._keeper.blocks
+            stored += sum(map(blocks.rows_behind, cache.namespaces.values()))  # of copies that have ended
             assert cache.host_pages == sum(n.tree.host_pages for n in cache.namespaces.values()) + stored
         if not self.core.leases:
             assert not cache.locks and not cache.promised and not self.copies
             blocks = self.core._keeper.blocks
-            assert not blocks.rows_behind and not blocks._waiting and not any(blocks._storing.values())
+            assert not blocks._behind and not blocks._waiting and not any(blocks._storing.values())
 
     def teardown(self) -> None:
         tier_copies.MAX_COPIES = MAX_COPIES

@@ -121,7 +121,7 @@ GUARDS: tuple[Guard, ...] = (
         "rows that are behind count in a quota",
         _TIER,
         "BlockTier.store",
-        "namespace.tree.host_pages - behind",
+        "namespace.tree.host_pages - self.rows_behind(namespace)",
         "namespace.tree.host_pages",
         CORE,
     ),

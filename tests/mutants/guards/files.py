@@ -134,9 +134,9 @@ FILES = (
     Guard(
         "a host tier's files have one holder",
         ROWS,
-        "_locks",
-        "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "pass",
+        "_open_locked",
+        "while not FileLock(path, fd).try_acquire():",
+        "while False:",
         OF_ROWS,
     ),
     Guard(
