@@ -66,8 +66,7 @@ class BlockRequests:
             await self._computed(step.begun)
             client = lease.client
             held = order.held_blocks if client.welcome.way_back else ()
-            await self._tools.admit(
-                client,
+            words = self._tools.load_words(
                 order,
                 prefill=order.prefill,
                 held_tokens=self._whole(order.start),
@@ -75,6 +74,7 @@ class BlockRequests:
                 blocks_from=order.start,
                 held_blocks=held,
             )
+            await client.admit(order.name, **words)
             ready = await self._ready(client, order, step if held else None)
             client.check(order.name)
             lease.then(self._tools.finish(client, order.name, order.prompt.tokens))
@@ -113,13 +113,10 @@ class BlockRequests:
         async with self._lease(order.request, order.name) as lease:
             await self._computed(begun)
             client, tokens = lease.client, order.prompt.tokens
-            admitted = await self._tools.admit(
-                client,
-                order,
-                held_tokens=self._whole(order.start),
-                blocks=order.blocks,
-                blocks_from=order.start,
+            words = self._tools.load_words(
+                order, held_tokens=self._whole(order.start), blocks=order.blocks, blocks_from=order.start
             )
+            admitted = await client.admit(order.name, **words)
             await client.ready(order.name)
             client.check(order.name)
             lease.then(self._tools.finish(client, order.name, tokens))
@@ -237,20 +234,13 @@ class _Loading(Followed[int]):
 
     def begin(self, prefill: str, held_tokens: int) -> None:
         """Asks for it. `prefill`: empty for what the daemon holds itself."""
-        order, seconds = self._order, self._tools.settings.deadline_seconds
+        order = self._order
         try:
-            self.lease.client.admit_alone(
-                order.name,
-                **order.prompt.words,
-                max_new_tokens=1,
-                deadline_s=seconds,
-                prefill=prefill,
-                held_tokens=held_tokens,
-                traceparent=order.traceparent,
-                blocks=order.blocks,
-                blocks_from=order.start,
+            words = self._tools.load_words(
+                order, prefill=prefill, held_tokens=held_tokens, blocks=order.blocks, blocks_from=order.start
             )
-            self.follow(seconds + ANSWER_SLACK_S)
+            self.lease.client.admit_alone(order.name, **words)
+            self.follow(words["deadline_s"] + ANSWER_SLACK_S)
         except Exception as error:
             self.fail(error)
 
@@ -283,18 +273,11 @@ class _Storing(Followed[None]):
         self._order = order
 
     def begin(self) -> None:
-        order, seconds = self._order, self._tools.settings.store_seconds
+        order = self._order
         try:
-            self.lease.client.admit_alone(
-                order.name,
-                **order.prompt.words,
-                max_new_tokens=1,
-                deadline_s=seconds,
-                prefill="",
-                held_tokens=order.prompt.tokens,
-                blocks=order.blocks,
-            )
-            self.follow(seconds + ANSWER_SLACK_S + ANSWER_DEADLINE_S)  # the last for its copies
+            words = self._tools.store_words(order, order.blocks)
+            self.lease.client.admit_alone(order.name, **words)
+            self.follow(words["deadline_s"] + ANSWER_SLACK_S + ANSWER_DEADLINE_S)  # the last for its copies
         except Exception as error:
             self.fail(error)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from kvferry.client.client import ANSWER_SLACK_S, DaemonClient
 from kvferry.client.requests import (
     Admitted,
+    AdmitWords,
     Begun,
     DaemonGone,
     NameInUse,
@@ -80,9 +81,8 @@ class RequestTools:
     moved: Moved = field(default_factory=Moved)
     behind: set[asyncio.Task[None]] = field(default_factory=set)  # what the engine does not wait for
 
-    async def admit(
+    def load_words(
         self,
-        client: DaemonClient,
         order: Load | Restore,
         *,
         prefill: str = "",
@@ -90,11 +90,12 @@ class RequestTools:
         blocks: Sequence[int] = (),
         blocks_from: int = 0,
         held_blocks: Sequence[int] = (),
-    ) -> Admitted:
-        """Asks for pages to load from; see `DaemonClient.admit`."""
-        return await client.admit(
-            order.name,
-            **order.prompt.words,
+    ) -> AdmitWords:
+        """How pages to load from are asked for; see `DaemonClient.admit`."""
+        return AdmitWords(
+            digests=order.prompt.digests,
+            tokens=order.prompt.tokens,
+            tail_digest=order.prompt.tail_digest,
             prefill=prefill,
             max_new_tokens=1,
             deadline_s=self.settings.deadline_seconds,
@@ -107,17 +108,22 @@ class RequestTools:
 
     async def admit_stored(self, client: DaemonClient, order: StorePages, blocks: Sequence[int] = ()) -> Admitted:
         """Hands a whole prompt in; it is the daemon's to keep once `ready`."""
-        admitted = await client.admit(
-            order.name,
-            **order.prompt.words,
+        admitted = await client.admit(order.name, **self.store_words(order, blocks))
+        await client.ready(order.name)
+        return admitted
+
+    def store_words(self, order: StorePages, blocks: Sequence[int]) -> AdmitWords:
+        """How a whole prompt is handed in."""
+        return AdmitWords(
+            digests=order.prompt.digests,
+            tokens=order.prompt.tokens,
+            tail_digest=order.prompt.tail_digest,
             prefill="",
             max_new_tokens=1,
             deadline_s=self.settings.store_seconds,
             held_tokens=order.prompt.tokens,
             blocks=blocks,
         )
-        await client.ready(order.name)
-        return admitted
 
     def begin(self, client: DaemonClient, push: Push) -> None:
         """Has prefill's daemon expect the prompt."""

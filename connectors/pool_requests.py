@@ -55,7 +55,9 @@ class PoolRequests:
         held = len(order.held_blocks) * self._blocks.block_tokens
         async with self._lease(order.request, order.name) as lease:
             client = lease.client
-            admitted = await self._tools.admit(client, order, prefill=order.prefill, held_tokens=held)
+            admitted = await client.admit(
+                order.name, **self._tools.load_words(order, prefill=order.prefill, held_tokens=held)
+            )
             matched = admitted.matched_tokens
             if matched < held:
                 own = order.held_blocks[matched // self._blocks.block_tokens :]
@@ -80,7 +82,7 @@ class PoolRequests:
         began = time.monotonic()
         async with self._lease(order.request, order.name) as lease:
             client, tokens = lease.client, order.prompt.tokens
-            admitted = await self._tools.admit(client, order)
+            admitted = await client.admit(order.name, **self._tools.load_words(order))
             await client.ready(order.name)
             end = min(admitted.local_tokens, tokens - 1)
             if end <= order.start:
