@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import shutil
 import stat
 import subprocess
 import sys
@@ -22,6 +21,10 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import ConfigError, check_own_folder, parse_address, size
 from kvferry.daemon.memory.capacity import (
     SHM_REMEDY,
+    already_in_files,
+    existing,
+    file_room,
+    host_spared,
     host_wanted,
     in_memory,
     in_shm,
@@ -68,7 +71,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     shared, tier, wanted = in_shm(config), in_memory(config), host_wanted(config)
     text = f"{size(room.nbytes)} by {room.name}; slots of {max(1, len(config.peers))} session(s) take {size(slots)}"
     text += f", pools take {size(shared)}" if shared else ""
-    text += f", host tier takes {size(tier)} and leaves {size(wanted - tier)} free" if tier else ""
+    text += f", host tier takes {size(tier)} and leaves {size(host_spared(config))} free" if tier else ""
     if room.nbytes < slots + shared:
         yield Finding(BAD, "memory", text, "fewer --slots or smaller --slot-bytes, a smaller pool, or more memory")
     elif room.nbytes < slots + shared + wanted:
@@ -76,7 +79,7 @@ def memory(config: DaemonConfig) -> Iterator[Finding]:
     else:
         yield Finding(OK, "memory", text)
     if config.host_dir:
-        yield _host_dir(config, config.host_bytes * len(config.roles))
+        yield _host_dir(config)
 
 
 def _slot_bytes(config: DaemonConfig) -> int:
@@ -85,14 +88,15 @@ def _slot_bytes(config: DaemonConfig) -> int:
     return config.slots * config.slot_bytes * directions
 
 
-def _host_dir(config: DaemonConfig, needed: int) -> Finding:
-    folder = Path(config.host_dir)
-    existing = _existing(folder.absolute())
-    free = shutil.disk_usage(existing).free
-    what, text = f"host tier {folder}", f"{size(free)} free on its file system; the files take {size(needed)}"
-    if not os.access(existing, os.W_OK):
-        return Finding(BAD, what, f"{existing} cannot be written to", "another --host-dir, or its owner's rights")
-    if free < needed:
+def _host_dir(config: DaemonConfig) -> Finding:
+    there = existing(config.host_dir)
+    free, wanted = file_room(config)
+    what, text = f"host tier {config.host_dir}", f"{size(free)} free on its file system; the files take {size(wanted)}"
+    if already := already_in_files(config):
+        text += f" more than the {size(already)} of them that are there"
+    if not os.access(there, os.W_OK):
+        return Finding(BAD, what, f"{there} cannot be written to", "another --host-dir, or its owner's rights")
+    if free < wanted:
         return Finding(BAD, what, text, "a smaller --host-bytes, or a larger disk")
     return Finding(OK, what, text)
 
@@ -285,7 +289,7 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding(BAD, what, "another user may have made its folder", str(error))
         return
-    existing = _existing(Path(config.socket).absolute().parent)
+    folder = existing(os.path.dirname(config.socket))
     modes = {path: _mode(path) for path in (config.socket, config.socket + SUFFIX)}
     there = {path: mode for path, mode in modes.items() if mode is not None}
     if others := [path for path, mode in there.items() if not stat.S_ISSOCK(mode)]:
@@ -297,21 +301,15 @@ def daemon_socket(config: DaemonConfig) -> Iterator[Finding]:
             "is there: a daemon runs, or died",
             f"kvferry health unix:{config.socket} says which; a start clears it",
         )
-    elif not os.path.isdir(existing):
-        yield Finding(BAD, what, f"{existing} is no folder", "another --socket, or XDG_RUNTIME_DIR")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield Finding(BAD, what, f"{existing} cannot be written to", "another --socket, or XDG_RUNTIME_DIR")
+    elif not os.path.isdir(folder):
+        yield Finding(BAD, what, f"{folder} is no folder", "another --socket, or XDG_RUNTIME_DIR")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding(BAD, what, f"{folder} cannot be written to", "another --socket, or XDG_RUNTIME_DIR")
     else:
         yield Finding(OK, what, "free")
 
 
 CHECKS: tuple[Check, ...] = (memory, limits, daemon_socket, nixl, network, gpus, certificate, peers)
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that can be seen. (Path.exists raises where a folder above may not be
-    read.)"""
-    return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
 
 
 def _mode(path: str) -> int | None:

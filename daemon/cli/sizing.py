@@ -10,6 +10,7 @@ from kvferry.daemon.memory.block_table import SHARING
 from kvferry.radix.pool import HeldIndex
 from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.transfer.geometry.pool_shape import page_bytes_of
+from kvferry.transfer.host_tier.rows import wanted_in_memory
 
 PROCESS_BYTES, ON_GPUS_BYTES = 100 << 20, 200 << 20  # a daemon, without what it keeps
 COURIER_BYTES = 60 << 20  # a session's process
@@ -141,7 +142,7 @@ def _need(
     ids = SHARING * running if servers.blocks else pool_bytes // page_bytes
     index = HeldIndex.bytes_for(max(1, ids + host_bytes // geometry.page_bytes))
     shm = index + (0 if servers.on_gpus else pool_bytes)
-    memory = shm + host_bytes + sessions * COURIER_BYTES
+    memory = shm + wanted_in_memory(0, host_bytes) + sessions * COURIER_BYTES
     memory += ON_GPUS_BYTES if servers.on_gpus else PROCESS_BYTES + slot_memory
     peers = max(LEAST_PEERS, sessions)
     return Need(

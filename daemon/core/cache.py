@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kvferry.daemon.core.counters import TierCounters
 from kvferry.daemon.core.errors import exhausted
@@ -45,6 +46,11 @@ class FlushCount:
     skipped: int
 
 
+class Stores(Protocol):
+    def flush(self, namespace: Namespace) -> tuple[int, int]:
+        """Has what is stored, and is in no tree yet, enter none: rows that were freed, rows that a copy has."""
+
+
 class Cache:
     """`pages` device pages of `page_size` tokens; `host_pages` 0: no host tier. `host_there`: how many of those there
     are at first, where the tier has yet to grow; None: all."""
@@ -72,6 +78,7 @@ class Cache:
         self.copies = TierCopies(self.pool, self.host, self.tiers)
         hits, ahead = self.limits.write_through_hits, int(self.limits.write_ahead * pages)
         self.eviction = Eviction(self.pool, self.host, self.namespaces, self.copies, self.tiers, hits, ahead)
+        self.stores: Stores | None = None  # of pages that are in no tree yet
         self.events: KvEventLog | None = None
         self.zeroed = 0  # device pages, that `take_unclean` gave out
         # By device page: whether a request has had it, or somebody else before.
@@ -238,11 +245,13 @@ class Cache:
     # -- tiers ---------------------------------------------------------------------------------------------------
 
     def flush(self, namespaces: Iterable[Namespace]) -> FlushCount:
-        """Frees every page of these namespaces' trees that nothing holds."""
+        """Frees every page of these namespaces that nothing holds."""
         device = host = skipped = 0
         for namespace in namespaces:
             result = namespace.tree.flush()
-            device, host, skipped = device + result.device, host + result.host, skipped + result.skipped
+            freed, coming = (0, 0) if self.stores is None else self.stores.flush(namespace)
+            device, host = device + result.device, host + result.host + freed
+            skipped += result.skipped + coming
         return FlushCount(device, host, skipped)
 
     def forget_device(self) -> int:

@@ -4,15 +4,17 @@ itself is allocated only when the first worker comes. Shell.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import size
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.radix.pool import HeldIndex
-from kvferry.transfer.host_tier.rows import wanted_in_memory
+from kvferry.transfer.host_tier.rows import rows_file, wanted_in_memory
 from kvferry.transfer.mapping import memory_room
 
 MORE_SHM = (
@@ -35,8 +37,34 @@ def in_shm(config: DaemonConfig, roles: int | None = None) -> int:
 
 
 def in_memory(config: DaemonConfig) -> int:
-    """Bytes of the host tiers that will be in memory of the daemon's own."""
-    return 0 if config.host_dir else config.host_bytes * len(config.roles)
+    """Bytes of the host tiers that will be in memory: the daemon's own, or a tmpfs's."""
+    on_disk = bool(config.host_dir) and not memory_room.is_memory(existing(config.host_dir))
+    return 0 if on_disk else config.host_bytes * len(config.roles)
+
+
+def existing(path: str | Path) -> Path:
+    """The path, or the nearest of its parents that can be seen. (Path.exists raises where a folder above may not be
+    read.)"""
+    whole = Path(path).absolute()
+    return next(parent for parent in (whole, *whole.parents) if os.path.exists(parent))
+
+
+def already_in_files(config: DaemonConfig) -> int:
+    """Bytes of the host tiers that an earlier run has left in --host-dir."""
+    found = 0
+    for role in config.roles if config.host_dir else ():
+        with contextlib.suppress(OSError):
+            found += min(os.stat(rows_file(config.host_dir, role)).st_blocks * 512, config.host_bytes)
+    return found
+
+
+def file_room(config: DaemonConfig) -> tuple[int, int]:
+    """Bytes that are free where --host-dir is, and what is to be made there, pools on the same file system too."""
+    there = existing(config.host_dir)
+    wanted = config.host_bytes * len(config.roles) - already_in_files(config)
+    if os.path.isdir(config.shm_dir) and os.stat(config.shm_dir).st_dev == os.stat(there).st_dev:
+        wanted += in_shm(config)
+    return shutil.disk_usage(there).free, wanted
 
 
 def shared_memory(config: DaemonConfig, roles: int | None = None) -> tuple[str, bool]:
@@ -96,16 +124,27 @@ def pool_lacks(config: DaemonConfig, roles: int | None = None) -> list[str]:
 
 
 def host_wanted(config: DaemonConfig) -> int:
-    """Bytes that must be free for the host tiers of all roles, with what is left free beside the last one made."""
-    tier = in_memory(config)
-    return tier - config.host_bytes + wanted_in_memory(0, config.host_bytes) if tier else 0
+    """Bytes that must be free for what is to come of the host tiers of all roles, with what is left free besides."""
+    to_come = max(0, in_memory(config) - already_in_files(config))
+    return to_come + host_spared(config) if to_come else 0
+
+
+def host_spared(config: DaemonConfig) -> int:
+    """Bytes of memory that are left free beside the host tier that is made last."""
+    return wanted_in_memory(0, config.host_bytes) - config.host_bytes
 
 
 def host_lacks(config: DaemonConfig) -> list[str]:
     """The reason for which the host tier will stay small, with its remedy."""
     tier, wanted, room = in_memory(config), host_wanted(config), memory_room.tightest()
-    if room is None or wanted <= room.nbytes:
+    if room is not None and wanted > room.nbytes:
+        there = f"host tier: {size(tier)} are asked for, {size(room.nbytes)} are there ({room.name})"
+        spared = f"{size(host_spared(config))} stay free beside it"
+        return [f"{there}, and {spared}; it grows that far. A smaller --host-bytes, or a file on a disk by --host-dir"]
+    if not config.host_dir:
         return []
-    there = f"host tier: {size(tier)} are asked for, {size(room.nbytes)} are there ({room.name})"
-    spared = f"{size(wanted - tier)} stay free beside it"
-    return [f"{there}, and {spared}; it grows that far. A smaller --host-bytes, or a file by --host-dir"]
+    free, to_come = file_room(config)
+    if to_come <= free:
+        return []
+    there = f"host tier: {size(to_come)} are to be made in --host-dir {config.host_dir}, {size(free)} are free there"
+    return [f"{there}; it grows that far. A smaller --host-bytes, or a larger disk"]

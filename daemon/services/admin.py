@@ -57,7 +57,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise precondition(f"what the host tier's file has would stay: {side.tiers.host_stays}")
         known = _known(side, request.namespace_id)
         if request.strict:
-            _check_nothing_held(known)
+            _check_nothing_held(side, known)
         side.tiers.forget_unread(request.namespace_id)  # which may be of a namespace that no tree is of
         chosen = _chosen(side, request.namespace_id)
         if chosen is None:
@@ -182,11 +182,11 @@ def _chosen(side: AnySide, namespace_id: bytes) -> list[Namespace] | None:
     return known
 
 
-def _check_nothing_held(namespaces: list[Namespace]) -> None:
+def _check_nothing_held(side: AnySide, namespaces: list[Namespace]) -> None:
     """FAILED_PRECONDITION where a flush would have to leave a page. What is held on both tiers counts on the device."""
     trees = [namespace.tree for namespace in namespaces]
     held = sum(tree.pages - tree.evictable + tree.host_pages - tree.host_evictable for tree in trees)
-    copies = sum(tree.copies for tree in trees)
+    copies = sum(side.cache.copies.of(namespace) for namespace in namespaces)
     if held or copies:
         raise precondition(
             f"{held} pages are held by requests, pins or copies between the tiers ({copies} under way); "

@@ -50,6 +50,11 @@ def wanted_in_memory(start: int, end: int) -> int:
     return end - start + end // SPARED
 
 
+def rows_file(directory: str, role: str) -> str:
+    """The file with the rows of a role's tier."""
+    return os.path.join(directory, f"kvferry-host-{role}.rows")
+
+
 class TierRows(Protocol):
     """Memory of a host tier: addresses from the start, bytes as they are made."""
 
@@ -160,7 +165,7 @@ class FileRows:
             raise ValueError(f"role is {role[:64]!r}; it must match {_ROLE.pattern}")
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
-        stem = os.path.join(directory, f"kvferry-host-{role}")
+        stem = rows_file(directory, role).removesuffix(".rows")
         with contextlib.ExitStack() as undo:
             fds: list[int] = []
             for path in (f"{stem}.rows", f"{stem}.index"):

@@ -116,9 +116,9 @@ def to_lock() -> MemoryRoom | None:
     return MemoryRoom(f"RLIMIT_MEMLOCK ({limit})", max(0, limit - used))
 
 
-def is_memory(fd: int) -> bool:
-    """Whether the file's bytes are of the machine's memory, on a tmpfs."""
-    device = os.fstat(fd).st_dev
+def is_memory(file: int | str | Path) -> bool:
+    """Whether the bytes of an open file, or of those in a folder, are of the machine's memory, on a tmpfs."""
+    device = os.stat(file).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -106,6 +106,9 @@ class BlockTier:
             return
         digests, first = split_digests(lease.digests), self._held_of(lease)
         wanted = len(digests) - first
+        if lease.store_flushed:
+            self._not_stored("flushed", wanted)
+            return
         if wanted and cache.copies.full:
             self._wait(lease, wanted)
             return
@@ -151,6 +154,25 @@ class BlockTier:
             lease.store_waits = False
             self._not_stored("ended", len(lease.digests) // DIGEST_BYTES - self._held_of(lease))
 
+    def flush(self, namespace: Namespace) -> tuple[int, int]:
+        """Guard: what was handed in before a flush enters the tree no more. Returns how many of its rows were freed,
+        and how many are freed when the copies into them have ended."""
+        host, coming = self._cache.host, 0
+        for lease in (lease for lease in self._waiting if lease.hold.namespace is namespace):
+            lease.store_flushed = True
+        for copy in self._running.values():
+            if copy.kind == BACKUP and copy.lease.hold.namespace is namespace:
+                copy.lease.store_flushed = True
+                coming += len(copy.host)
+        freed = [row for written in self._behind if written.namespace is namespace for row in written.rows]
+        self._behind = [written for written in self._behind if written.namespace is not namespace]
+        self._storing.pop(namespace.id, None)  # what is handed in from now on is stored
+        if freed:
+            assert host is not None
+            host.free_pages(freed)
+            self._not_stored("flushed", len(freed))
+        return len(freed), coming
+
     def _not_stored(self, why: str, pages: int) -> None:
         if pages:
             self._cache.tiers.unstored[why] += pages
@@ -178,6 +200,10 @@ class BlockTier:
         """Has the rows enter the tree, up to the first that is not right; the others are freed."""
         host, namespace = self._cache.host, copy.lease.hold.namespace
         assert host is not None
+        if copy.lease.store_flushed:  # its digests may be on their way once more
+            host.free_pages(copy.host)
+            self._not_stored("flushed", len(copy.host))
+            return
         good = min((copy.device.index(page) for page in failed), default=len(copy.device))
         host.free_pages(copy.host[good:])
         self._storing[namespace.id].difference_update(split_digests(copy.digests)[good:])

@@ -186,7 +186,7 @@ def test_memory_of_a_pod_and_of_a_gpu() -> None:
     assert on_cpus.shm_bytes == on_cpus.pool_bytes + on_cpus.index_bytes
     index = on_cpus.index_bytes - 64
     assert 32 <= index / (on_cpus.running_pages + on_cpus.kept_pages) <= 64 and index & index - 1 == 0
-    assert on_cpus.memory_bytes == on_cpus.shm_bytes + on_cpus.host_bytes + slots + (100 + 3 * 60 << 20)
+    assert on_cpus.memory_bytes == on_cpus.shm_bytes + on_cpus.host_bytes * 17 // 16 + slots + (100 + 3 * 60 << 20)
     assert on_cpus.gpu_bytes == 0
     on_gpus = decode_need(geometry, CHATS, servers(ranks=3, prefills=2))
     assert on_gpus.shm_bytes == on_gpus.index_bytes == on_cpus.index_bytes

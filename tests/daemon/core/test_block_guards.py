@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
-from kvferry.daemon.core.cache import Cache, CacheLimits
+from kvferry.daemon.core import tier_copies
+from kvferry.daemon.core.cache import Cache, CacheLimits, FlushCount
 from kvferry.daemon.core.decode import DecodeCore, DecodeLimits
 from kvferry.daemon.core.effects import BindPages, StartCopy, StartTransfer
 from kvferry.daemon.core.errors import RequestError
@@ -12,6 +16,8 @@ from kvferry.daemon.core.limits import BlockShape, Name
 from kvferry.daemon.core.namespaces import Quota
 from kvferry.daemon.core.prefill import PrefillCore, PrefillLimits
 from kvferry.daemon.core.tier_copies import CopyStarted
+from kvferry.daemon.services import admin
+from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import worker_pb2 as wire
 from kvferry.radix.tree import BACKUP, RESTORE
 from tests.regressions.request_cores import DEADLINE, NAMESPACE, PAGE, Effects, digests, name
@@ -285,3 +291,43 @@ def test_a_prompt_is_computed_as_far_as_its_blocks_are_named() -> None:
     (failed,) = side.told("failed")
     assert failed.failed.error.message == "tokens is 8; blocks of 6 are named"
     assert not side.of(BindPages)
+
+
+def flush(side: Decode) -> FlushCount:
+    return side.cache.flush([side.cache.namespace(NAMESPACE)])
+
+
+def test_what_is_being_stored_when_all_is_flushed_enters_the_tree_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Decode()
+    (first,) = side.store(A, 2, 0)
+    (second,) = side.store(B, 4, 10)
+    side.end(second)
+    assert side.behind() == 2, "it waits for the first"
+    monkeypatch.setattr(tier_copies, "MAX_COPIES", 1)
+    assert not side.store(C, 5, 20), "it waits for a copy"
+    assert flush(side) == FlushCount(device=0, host=2, skipped=2)
+    side.end(first)
+    assert not side.held() and not side.behind() and not side.core.leases
+    assert side.cache.host is not None and side.cache.host.counts().free == 16, "every row is free"
+    assert side.cache.tiers.unstored == {"flushed": 2 + 2 + 5}
+
+
+def test_what_is_stored_behind_a_flush_waits_for_nothing_before_it() -> None:
+    side = Decode()
+    (before,) = side.store(A, 2, 0)
+    flush(side)
+    (after,) = side.store(B, 2, 10)
+    side.end(before)
+    assert side.copies() == [] and not side.held()
+    side.end(after)
+    assert side.held() == 2 and not side.core.leases
+
+
+def test_a_flush_that_is_to_free_all_is_refused_beside_a_store() -> None:
+    side = Decode()
+    (store,) = side.store(A, 2, 0)
+    daemon = SimpleNamespace(cache=side.cache)
+    with pytest.raises(RequestError, match=r"0 pages are held by requests, .* \(1 under way\); nothing was freed"):
+        admin._check_nothing_held(cast(AnySide, daemon), [side.cache.namespace(NAMESPACE)])
+    side.end(store)
+    admin._check_nothing_held(cast(AnySide, daemon), [side.cache.namespace(NAMESPACE)])

@@ -197,3 +197,45 @@ def test_a_refused_worker_is_logged_and_told_the_flags(
     said = record.getMessage()
     assert re.match(rf"decode worker 'w\\n0' is refused: RESOURCE_EXHAUSTED: {what}", said), said
     assert re.search(f"No space left on device( .[0-9]+ are free.)?; (change|a smaller) {flags}$", said), said
+
+
+def test_a_tier_in_a_file_of_a_tmpfs_is_memory_as_far_as_it_is_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_room, "is_memory", lambda file: True)
+    monkeypatch.setattr(memory_room, "rooms", lambda: iter([MemoryRoom("a cgroup", 33 << 20)]))
+    config = DaemonConfig(role="decode", pool_bytes=1, host_bytes=32 << 20, host_dir=str(tmp_path / "a" / "b"))
+    assert (pool_room.in_memory(config), pool_room.host_wanted(config)) == (32 << 20, 34 << 20)
+    (lack,) = pool_room.host_lacks(config)
+    assert lack.startswith("host tier: 32.0 MiB are asked for, 33.0 MiB are there (a cgroup), and 2.0 MiB stay free")
+    here = config.model_copy(update={"host_dir": str(tmp_path)})
+    file = tmp_path / "kvferry-host-decode.rows"
+    file.write_bytes(bytes(8 << 20))
+    assert pool_room.host_wanted(here) == 26 << 20 and not pool_room.host_lacks(here)
+    file.write_bytes(bytes(32 << 20))
+    assert pool_room.host_wanted(here) == 0, "all of it is there"
+
+
+def test_a_disk_that_is_too_small_for_the_tier_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_room, "is_memory", lambda file: False)
+    monkeypatch.setattr(pool_room.shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
+    folder, other = tmp_path / "h", tmp_path / "shm"
+    folder.mkdir()
+    config = DaemonConfig(role="both", pool_bytes=1 << 20, host_bytes=16 << 20, host_dir=str(folder), shm_dir="/proc")
+    (lack,) = pool_room.host_lacks(config)
+    assert lack == (
+        f"host tier: 32.0 MiB are to be made in --host-dir {folder}, 20.0 MiB are free there; it grows that far. "
+        "A smaller --host-bytes, or a larger disk"
+    )
+    (folder / "kvferry-host-prefill.rows").write_bytes(bytes(12 << 20))
+    assert not pool_room.host_lacks(config), "of an earlier run"
+    other.mkdir()
+    beside = config.model_copy(update={"shm_dir": str(other)})
+    assert pool_room.file_room(beside) == (20 << 20, 22 << 20), "pools are on the same file system"
+    assert pool_room.host_lacks(beside)
+    monkeypatch.setattr(pool_room, "index_room", lambda config: (1 << 30, 1))
+    finding = list(doctor.memory(beside))[-1]
+    assert (finding.level, finding.what) == ("bad", f"host tier {folder}")
+    assert finding.found == (
+        "20.0 MiB free on its file system; the files take 22.0 MiB more than the 12.0 MiB of them that are there"
+    )

@@ -48,8 +48,8 @@ preStop: # who calls it hears that the pod ends before it refuses
 {{- $values := index .root.Values .role -}}
 {{- $peers := int (index .root.Values (eq .role "prefill" | ternary "decode" "prefill")).replicas -}}
 {{- $slots := gt (int .root.Values.gpu.count) 0 | ternary 0 128 -}}
-{{/* /dev/shm, host tier, and for each session its slots and its courier (60 MiB); the daemon itself */}}
-{{- add (include "kvferry.shmMiB" .) $values.hostMiB (mul $peers (add $slots 60)) 768 -}}
+{{/* /dev/shm, host tier with the sixteenth that is to stay free beside it, and for each session its slots and its courier (60 MiB); the daemon itself */}}
+{{- add (include "kvferry.shmMiB" .) $values.hostMiB (div $values.hostMiB 16) (mul $peers (add $slots 60)) 768 -}}
 {{- end }}
 
 {{- define "kvferry.devices" -}}
