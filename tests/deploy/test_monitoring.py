@@ -138,9 +138,9 @@ def test_the_first_row_says_good_or_bad_at_a_glance() -> None:
         assert f"kvferry_{name}" in shown
 
 
-def test_six_alerts_each_with_what_to_do() -> None:
+def test_seven_alerts_each_with_what_to_do() -> None:
     found = rules()
-    assert len(found) == 6
+    assert len(found) == 7
     alerts = (DOCS / "operate" / "alerts.md").read_text()
     for rule in found:
         annotations: dict[str, str] = rule["annotations"]  # type: ignore[assignment]
@@ -165,6 +165,8 @@ tests:
          values: '0+5x20'}}
       - {{series: 'kvferry_checksum_mismatches_total{{instance="d", role="decode", kind="part"}}', values: '0x10 1x20'}}
       - {{series: 'kvferry_orphaned_pages{{instance="d", role="decode"}}', values: '2x20'}}
+      - {{series: 'kvferry_pool_pages{{instance="d", role="decode", tier="host"}}', values: '5x20'}}
+      - {{series: 'kvferry_pool_asked_pages{{instance="d", role="decode", tier="host"}}', values: '9x20'}}
     alert_rule_test:
 """
 FIRING = """
@@ -192,6 +194,7 @@ def test_promtool_takes_the_rules_and_each_fires(tmp_path: Path) -> None:
         "KvferryTransfersFailing": {"role": "decode"},
         "KvferryChecksumMismatch": {"role": "decode", "kind": "part"},
         "KvferryPagesHeld": {"role": "decode"},
+        "KvferryHostTierSmall": {"role": "decode", "tier": "host"},
     }
     for rule in rules():
         labels = {**own[rule["alert"]], "instance": "d", "severity": rule["labels"]["severity"]}  # type: ignore[index]

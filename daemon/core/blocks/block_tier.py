@@ -158,8 +158,8 @@ class BlockTier:
         """Guard: what was handed in before a flush enters the tree no more. Returns how many of its rows were freed,
         and how many are freed when the copies into them have ended."""
         host, coming = self._cache.host, 0
-        for lease in (lease for lease in self._waiting if lease.hold.namespace is namespace):
-            lease.store_flushed = True
+        for waiting in (lease for lease in self._waiting if lease.hold.namespace is namespace):
+            waiting.store_flushed = True
         for copy in self._running.values():
             if copy.kind == BACKUP and copy.lease.hold.namespace is namespace:
                 copy.lease.store_flushed = True

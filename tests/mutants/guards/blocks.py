@@ -49,7 +49,7 @@ GUARDS: tuple[Guard, ...] = (
         "a store that waits when all is flushed enters the tree no more",
         _TIER,
         "BlockTier.flush",
-        "lease.store_flushed = True",
+        "waiting.store_flushed = True",
         "pass",
         CORE,
     ),
