@@ -11,8 +11,10 @@ import re
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.daemon.memory import growing_rows, host_tier
@@ -28,6 +30,7 @@ from tests.daemon.memory.file_tiers import (
     Tier,
     digest,
     named_in,
+    nothing,
     opened,
     put,
 )
@@ -167,6 +170,25 @@ def test_rows_that_were_found_are_nobodys_before_they_are_taken_in(
         await tier.tier.close()
 
     asyncio.run(story())
+
+
+def test_few_entries_of_a_file_are_taken_in_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows at random 64 take 0.4 ms, at most some: 512 were up to 22, and the event loop had no other turn."""
+    entries, took, turns = np.random.default_rng(1).permutation(300), list[int](), list[int]()
+
+    async def story() -> None:
+        tier = Tier(AnonymousRows(ROWS, ROW_BYTES), DeviceMemory())
+        monkeypatch.setattr(tier.tier, "_take", lambda cache, first, name, found, at: took.extend(at))
+        found: Any = SimpleNamespace(by_namespace=[(SPACE, entries)], found=None)
+        taking = asyncio.create_task(tier.tier._take_in(tier.cache, SPACE, found, nothing))
+        while not taking.done():
+            turns.append(len(took))
+            await asyncio.sleep(0)
+        await tier.tier.close()
+
+    asyncio.run(story())
+    assert took == entries.tolist()
+    assert max(np.diff([*turns, len(took)])) <= 64
 
 
 @pytest.mark.parametrize("breaks", [False, True])
