@@ -49,7 +49,7 @@ class GrowingRows:
         self._pins: list[object] = []
         self._near = near
         self._ahead = ThreadPoolExecutor(1, "kvferry-host-ahead")
-        self._coming: Future[None] | None = None  # the chunk behind those that are there
+        self._coming: tuple[Future[None], int, int] | None = None  # the chunk behind those that are there, and its rows
 
     @property
     def buffer(self) -> memoryview:
@@ -94,19 +94,22 @@ class GrowingRows:
         assert first == self.pages, f"rows from {first} on, {self.pages} are there"
         coming, self._coming = self._coming, None
         if coming is not None:
-            coming.result()
+            coming[0].result()
         else:
             self._touch(first, last)
-        if self._pinner is not None:
-            if last < self.asked:
-                self._coming = self._ahead.submit(self._touch, last, min(last + self._step, self.asked))
-            try:
+        pins = len(self._pins)
+        try:
+            if self._pinner is not None:
+                if last < self.asked:
+                    behind = min(last + self._step, self.asked)
+                    self._coming = self._ahead.submit(self._touch, last, behind), last, behind
                 self._pin(self._pinner, self._rows.buffer[first * self.row_bytes : last * self.row_bytes])
-            except Exception:
-                self._let_coming_go(last)
-                self._rows.unmake(first * self.row_bytes, last * self.row_bytes)
-                raise
-        found = self._rows.recover(first, last)
+            found = self._rows.recover(first, last)
+        except Exception:
+            self._let_coming_go()
+            del self._pins[pins:]
+            self._rows.unmake(first * self.row_bytes, last * self.row_bytes)
+            raise
         self.pages = last
         return Held.of(found) if found is not None else None
 
@@ -123,11 +126,14 @@ class GrowingRows:
                 self._rows.unmake(start, end)
                 raise
 
-    def _let_coming_go(self, first: int) -> None:
-        """The chunk that begins there, if it was made, is not to be."""
+    def _let_coming_go(self) -> None:
+        """The chunk that comes, if it was made, is not to be."""
         coming, self._coming = self._coming, None
-        if coming is not None and coming.exception() is None:
-            self._rows.unmake(first * self.row_bytes, min(first + self._step, self.asked) * self.row_bytes)
+        if coming is None:
+            return
+        made, first, last = coming
+        if made.exception() is None:
+            self._rows.unmake(first * self.row_bytes, last * self.row_bytes)
 
     def _pin(self, pinner: Pinner, rows: memoryview) -> None:
         try:
@@ -144,7 +150,7 @@ class GrowingRows:
     def close(self) -> None:
         """Lets them go: no copy of them runs, and none is being pinned. What is pinned takes seconds, and so may the
         device's context, which goes with the last who holds it."""
-        self._let_coming_go(self.pages)
+        self._let_coming_go()
         self._ahead.shutdown()
         self._pins.clear()
         self._pinner = None

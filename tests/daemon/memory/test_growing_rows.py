@@ -237,6 +237,32 @@ def test_a_chunk_that_was_made_ahead_of_one_that_fails_is_let_go() -> None:
     assert len(rows.let_go) == 2, "it is not let go twice"
 
 
+def test_a_chunk_whose_entries_cannot_be_read_is_neither_pinned_nor_there() -> None:
+    there = growing(rows := Rows(), pins := Pins())
+    there.make(0, 2)
+
+    def unreadable(first: int, last: int) -> None:
+        raise MemoryError("injected")
+
+    held_at: list[int] = []
+    unmake, rows.recover = rows.unmake, unreadable  # type: ignore[method-assign]
+    rows.unmake = lambda start, end: (held_at.append(pins.held), unmake(start, end))[1]  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        there.make(2, 4)
+    assert (there.pages, pins.held) == (2, 1)
+    assert rows.let_go == [(4 * ROW, 6 * ROW), (2 * ROW, 4 * ROW)]
+    assert held_at[1] == 1, "it is unpinned before it goes"
+    there.close()
+    assert len(rows.let_go) == 2, "nothing is let go twice"
+
+
+def test_a_tier_that_ends_lets_go_of_the_chunk_that_comes() -> None:
+    there = growing(rows := Rows(), Pins())
+    there.make(0, 2)
+    there.close()
+    assert rows.let_go == [(2 * ROW, 4 * ROW)]
+
+
 def test_pins_go_before_the_rows() -> None:
     there = growing(rows := Rows(), pins := Pins())
     there.make(0, 2)
