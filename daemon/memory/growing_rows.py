@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvferry.daemon.memory.interface import Pinner
 from kvferry.transfer.host_tier.index import DropReason, Recovered, RecoveryReport
-from kvferry.transfer.host_tier.rows import NoRows, TierRows
+from kvferry.transfer.host_tier.rows import NoRows, TierRows, wanted_in_memory
 from kvferry.transfer.mapping import memory_room
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class GrowingRows:
         nbytes = self.asked * self.row_bytes
         if isinstance(self._rows, NoRows):
             return  # said as the first chunk fails
-        if lack := self._rows.lacks(0, nbytes):
+        if lack := self._rows.lacks(0, nbytes) or (self._lacks_pinned(0, nbytes) if self._pinner is not None else ""):
             log.warning("host tier of %d bytes: %s; it grows as far as that", nbytes, lack)
         locked = memory_room.to_lock() if self._pinner is not None else None
         if locked is not None and (lack := locked.lacks(nbytes)):
@@ -103,7 +103,7 @@ class GrowingRows:
                 if last < self.asked:
                     behind = min(last + self._step, self.asked)
                     self._coming = self._ahead.submit(self._touch, last, behind), last, behind
-                self._pin(self._pinner, self._rows.buffer[first * self.row_bytes : last * self.row_bytes])
+                self._pin(self._pinner, first * self.row_bytes, last * self.row_bytes)
             found = self._rows.recover(first, last)
         except Exception:
             self._let_coming_go()
@@ -135,9 +135,16 @@ class GrowingRows:
         if made.exception() is None:
             self._rows.unmake(first * self.row_bytes, last * self.row_bytes)
 
-    def _pin(self, pinner: Pinner, rows: memoryview) -> None:
+    def _lacks_pinned(self, start: int, end: int) -> str:
+        """Why these bytes may not be pinned. A disk's could be dropped from memory until then; for others it was asked
+        as they were made."""
+        return "" if self._rows.in_memory else memory_room.lacks(wanted_in_memory(start, end))
+
+    def _pin(self, pinner: Pinner, start: int, end: int) -> None:
         try:
-            self._pins.append(pinner.pin(rows))
+            if lack := self._lacks_pinned(start, end):
+                raise OSError(errno.ENOMEM, lack)
+            self._pins.append(pinner.pin(self._rows.buffer[start:end]))
         except OSError as error:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             told = f"{error} (memlock limit: {'none' if limit == resource.RLIM_INFINITY else limit})"

@@ -62,6 +62,11 @@ class TierRows(Protocol):
     def buffer(self) -> memoryview:
         """pages * page_bytes bytes, writable once they are made."""
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether they are in memory from when they are made, for which `lacks` asks; else on a disk, and what is read
+        of them can be dropped from memory as long as it is not pinned."""
+
     def lacks(self, start: int, end: int) -> str:
         """Why these bytes cannot be made; "" where they may."""
 
@@ -81,6 +86,8 @@ class TierRows(Protocol):
 
 class AnonymousRows:
     """Rows in memory of this process, with which they end."""
+
+    in_memory = True
 
     def __init__(self, pages: int, page_bytes: int) -> None:
         """OSError where a process cannot have so many addresses."""
@@ -107,6 +114,8 @@ class AnonymousRows:
 
 class NoRows:
     """Rows that cannot be had, and why."""
+
+    in_memory = True
 
     def __init__(self, why: str) -> None:
         self.buffer = memoryview(b"")
@@ -138,6 +147,7 @@ class FileRows:
     def __init__(self, stem: str, rows: Segment, index: Segment, fds: list[int], opened: RowsOpened) -> None:
         """Use `open`."""
         self.buffer = rows.buffer
+        self.in_memory = is_memory(fds[0])
         self._stem = stem
         self._segments = [rows, index]
         self._fds = fds
@@ -202,7 +212,7 @@ class FileRows:
 
     def lacks(self, start: int, end: int) -> str:
         fd = self._fds[0]
-        if is_memory(fd):  # where too much ends processes: rows that an earlier run let go of may lie before others
+        if self.in_memory:  # where too much ends processes: rows that an earlier run let go of may lie before others
             already = _bytes_there(fd, start, end)
             if already < end - start and (lack := lacks(wanted_in_memory(start + already, end))):
                 return lack
@@ -213,7 +223,7 @@ class FileRows:
     def make(self, start: int, end: int, cpus: Collection[int]) -> None:
         """A hole (of files that are new, or were copied) would be a bus error once the disk is full."""
         path, fd = f"{self._stem}.rows", self._fds[0]
-        if is_memory(fd):  # a hole that is read is made; to allocate it would do so on this thread, and anywhere
+        if self.in_memory:  # a hole that is read is made; to allocate it would do so on this thread, and anywhere
             with contextlib.suppress(OSError):  # what cannot be had is said by the file's name
                 populate(self.buffer[start:end], cpus, how=POPULATE_READ)
             _allocate(path, fd, start, end - start)

@@ -19,6 +19,7 @@ from kvferry.daemon.memory import growing_rows
 from kvferry.daemon.memory.growing_rows import Found, GrowingRows
 from kvferry.daemon.memory.interface import Pinner
 from kvferry.transfer.host_tier.index import DropReason, RecoveryReport
+from kvferry.transfer.host_tier.rows import SPARED
 from kvferry.transfer.mapping import memory_room
 from kvferry.transfer.mapping.memory_room import MemoryRoom
 
@@ -28,8 +29,9 @@ ROW, ROWS = 4096, 8
 class Rows:
     """They note what is asked of them. `lack`: why rows from byte `lacking` on cannot be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_memory: bool = True) -> None:
         self.buffer = memoryview(bytearray(ROWS * ROW))
+        self.in_memory = in_memory
         self.lacking, self.lack = ROWS * ROW, ""
         self.made: list[tuple[int, int]] = []
         self.near: list[Collection[int]] = []
@@ -235,6 +237,43 @@ def test_a_chunk_that_was_made_ahead_of_one_that_fails_is_let_go() -> None:
     assert rows.recovered == [(0, 2)]
     there.close()
     assert len(rows.let_go) == 2, "it is not let go twice"
+
+
+def test_rows_of_a_disk_are_pinned_as_far_as_memory_goes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pinned, they cannot be dropped from memory any more."""
+    room = MemoryRoom("a cgroup", 2 * ROW + 4 * ROW // SPARED)
+    monkeypatch.setattr(memory_room, "rooms", lambda: iter([room]))
+    unpinned = growing(Rows(in_memory=False))
+    unpinned.warn()
+    there, before = growing(rows := Rows(in_memory=False), pins := Pins()), growing(Rows(), Pins())
+    for chunk in there.chunks():
+        unpinned.make(*chunk)
+        before.make(*chunk)
+    assert (unpinned.pages, before.pages, caplog.messages) == (ROWS, ROWS, [])
+    there.warn()
+    assert caplog.messages == [
+        f"host tier of {ROWS * ROW} bytes: {ROWS * ROW + ROWS * ROW // SPARED} bytes are wanted, a cgroup leaves "
+        f"{room.nbytes}; it grows as far as that"
+    ]
+    there.make(0, 2)
+    there.make(2, 4)
+    with pytest.raises(OSError, match=f"{2 * ROW + 6 * ROW // SPARED} bytes are wanted, a cgroup leaves {room.nbytes}"):
+        there.make(4, 6)
+    assert (there.pages, pins.held, len(pins.asked)) == (4, 2, 2)
+    assert rows.let_go == [(6 * ROW, 8 * ROW), (4 * ROW, 6 * ROW)]
+
+
+def test_rows_of_a_disk_that_memory_cannot_have_pinned_at_all_are_used_unpinned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_room, "rooms", lambda: iter([MemoryRoom("a cgroup", 1)]))
+    there = growing(Rows(in_memory=False), pins := Pins())
+    for chunk in there.chunks():
+        there.make(*chunk)
+    assert (there.pages, there.can_be_sent, pins.asked) == (ROWS, False, [])
+    assert "the host tier is not pinned, its copies will be slow" in caplog.text and "a cgroup leaves 1" in caplog.text
 
 
 def test_a_chunk_whose_entries_cannot_be_read_is_neither_pinned_nor_there() -> None:

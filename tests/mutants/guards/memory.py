@@ -78,6 +78,14 @@ GROWTH = (
         OF_GROWTH,
     ),
     Guard(
+        "rows of a disk are pinned as far as memory goes",
+        GROWING,
+        "GrowingRows._pin",
+        "if lack := self._lacks_pinned(start, end):",
+        "if False:",
+        OF_GROWTH,
+    ),
+    Guard(
         "a tier is pinned as a whole or not at all",
         GROWING,
         "GrowingRows._pin",

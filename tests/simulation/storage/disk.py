@@ -88,6 +88,8 @@ def logged(entries: NDArray[Any], log: StoreLog, memory: bytearray, first: int) 
 class SimRows(FileRows):
     """The files as one daemon has them open: `FileRows`, over bytes in place of mappings."""
 
+    in_memory = True
+
     def __init__(self, disk: SimDisk, log: StoreLog, opened: RowsOpened) -> None:
         self._disk, self._log, self._opened = disk, log, opened
         self._rows, self._header = disk.rows, disk.index

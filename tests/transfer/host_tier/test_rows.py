@@ -145,6 +145,13 @@ def test_rows_of_a_file_in_memory_are_made_near_a_device_before_they_are_allocat
         assert os.stat(Path(folder, "kvferry-host-decode.rows")).st_blocks * 512 == PAGES * page
 
 
+def test_rows_know_whether_they_take_memory(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, opened(Path(folder)) as rows:
+        assert rows.in_memory
+    with opened(tmp_path) as rows, (tmp_path / "kvferry-host-decode.rows").open() as file:
+        assert rows.in_memory == memory_room.is_memory(file.fileno())
+
+
 def test_rows_that_share_a_page_of_memory_with_others_are_let_go_without_it(tmp_path: Path) -> None:
     page, there = 1024, [0, 1, 5, 7, 14]
     with opened(tmp_path, page_bytes=page) as rows:
