@@ -162,7 +162,7 @@ class FileRows:
     ) -> FileRows:
         """Opens, makes, resizes or replaces the two files, 0600; makes the directory, 0700, where it is missing.
 
-        A file that is damaged, or of another layout, is replaced by a fresh one; `recover` tells why. Where the
+        A file that is damaged, or of another layout, is one without entries then; `recover` tells why. Where the
         number of pages changed, the rows that are still there keep their entries. `patience_s`: so long it waits for
         another that holds it, on this thread.
 
@@ -323,7 +323,7 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpen
     if old is None or replaced is not None:
         if old is not None and replaced is not None:
             dropped[replaced] = _entries_in_use(index_fd, 0, old.pages)
-        kept_index = kept_rows = 0
+        kept_index = 0
         header = wanted if old is None else dataclasses.replace(wanted, generations=old.generations)
     else:
         kept = dataclasses.replace(old, pages=min(old.pages, wanted.pages))
@@ -331,13 +331,15 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpen
         if lost:
             dropped[DropReason.PAGES_DIFFER] = lost
         _store(index_fd, kept)
-        kept_index, kept_rows = kept.index_bytes, kept.rows_bytes
+        kept_index = kept.index_bytes
         header = dataclasses.replace(old, pages=wanted.pages)
     # Cut first: what is added then is zeros, and no entry of an earlier size comes back.
     os.ftruncate(index_fd, kept_index)
-    os.ftruncate(rows_fd, kept_rows)
+    # Rows keep their bytes, of other pages, too: to let go of 6 GiB of them on a tmpfs takes a second. Nobody reads a
+    # row as a page but by an entry, of which none is left here, or once it was written anew: as a row that was freed.
+    kept_rows = min(os.fstat(rows_fd).st_size, header.rows_bytes)
     try:
-        _lengthen(f"{stem}.rows", rows_fd, header.rows_bytes)  # `FileRows.make` has their bytes be there
+        _resize(f"{stem}.rows", rows_fd, header.rows_bytes)  # `FileRows.make` has their bytes be there
         _allocate(f"{stem}.index", index_fd, 0, header.index_bytes)
     except OSError:
         os.ftruncate(index_fd, kept_index)
@@ -405,7 +407,7 @@ def disk_room(fd: int) -> int | None:
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
-def _lengthen(path: str, fd: int, nbytes: int) -> None:
+def _resize(path: str, fd: int, nbytes: int) -> None:
     with _named(path, nbytes):
         os.ftruncate(fd, nbytes)
 
