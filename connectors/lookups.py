@@ -133,7 +133,8 @@ class HeldPrefixes:
                     timeout=self._timeout_s,
                 )
         except grpc.RpcError as error:
-            # Any other answer is of a daemon that has nothing of this namespace: another one, or made anew.
+            # Any other answer is of a daemon that has nothing of this namespace (another one, or made anew), or has
+            # freed what it could beside a file that it could not open.
             if error.code() in NOT_FREED:
                 self._flushed = False
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from kvferry.daemon.core.errors import RequestError, invalid, not_found, precondition
+from kvferry.daemon.core.errors import RequestError, aborted, invalid, not_found, precondition
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.daemon.core.pins import MAX_PIN_SECONDS
 from kvferry.daemon.peers.session import report_invariant
@@ -30,7 +30,8 @@ Reply = TypeVar("Reply")
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Each call is one step on the event loop: it is done wholly, or refused and nothing is changed."""
+    """Each call is one step on the event loop: it is done wholly, or refused and nothing is changed; but for a flush
+    that comes to all but a file."""
 
     def __init__(self, sides: dict[str, AnySide]) -> None:
         self._sides = sides
@@ -53,17 +54,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         side = self._side(request.role)
         if side.tiers.reads_file:  # what comes behind the flush would stay
             raise precondition(f"the {side.role} side's host tier is still being read from its file: try again")
-        if side.tiers.file_unopened:
-            raise precondition(f"what the host tier's file has would stay: {side.tiers.host_stays}")
         known = _known(side, request.namespace_id)
         if request.strict:
             _check_nothing_held(side, known)
         side.tiers.forget_unread(request.namespace_id)  # which may be of a namespace that no tree is of
-        chosen = _chosen(side, request.namespace_id)
+        chosen = known if side.tiers.file_unopened else _chosen(side, request.namespace_id)
         if chosen is None:
             return admin.FlushReply()
         count = side.cache.flush(chosen)
         side.tick()  # the rows' entries go with them, and who waits may have the pages
+        if side.tiers.file_unopened:  # ABORTED: to ask again now would free no more
+            raise aborted(
+                f"{count.device} device pages were freed, {count.skipped} are held; the host tier's file, which could "
+                f"not be opened, may still hold pages of {'this' if request.namespace_id else 'any'} namespace: "
+                f"{side.tiers.host_stays}"
+            )
         return admin.FlushReply(device_pages=count.device, host_pages=count.host, skipped_pages=count.skipped)
 
     def _pin(self, request: admin.PinRequest) -> admin.PinReply:
