@@ -277,13 +277,13 @@ class SideTiers:
                 "the pool must hold 1 to 2^31 - 1 pages"
             )
         host_pages = config.host_bytes // row_bytes
-        if registration is not None and registration.block_tokens:
-            return pages, self._host_pages_below_blocks(host_pages, self._may_stow(registration))
         if config.host_bytes and not 1 <= host_pages < 1 << 31:
             raise exhausted(
                 f"--host-bytes is {config.host_bytes}, a page of this model {row_bytes}; "
                 "the host tier must hold 1 to 2^31 - 1 pages"
             )
+        if registration is not None and registration.block_tokens:
+            return pages, self._host_pages_below_blocks(host_pages, self._may_stow(registration))
         return pages, host_pages
 
     def _may_stow(self, registration: Registration | None) -> bool:

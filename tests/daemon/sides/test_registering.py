@@ -73,6 +73,36 @@ def test_a_worker_that_no_lock_can_be_made_for_leaves_no_claim(tmp_path: Path, m
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("block_tokens", [0, PAGE])
+def test_a_host_tier_below_one_page_is_refused_whatever_the_pool_is_of(tmp_path: Path, block_tokens: int) -> None:
+    row = 2 * 2 * PAGE * 16 * 4  # bytes
+
+    async def registered(host_bytes: int) -> int:
+        config = DaemonConfig(
+            role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE, host_bytes=host_bytes
+        )
+        side = DecodeSide(config, bytes(16), time.monotonic, dial_plainly)
+        pools, message = hello(tmp_path, "first", StorageOrder.PAGE_MAJOR, runs=2)
+        message.pool.block_tokens = block_tokens
+        tensors = message.pool.ranks[0].tensors
+        if block_tokens:  # each layer's K and V is a tensor
+            tensors[0].page_bytes = row // 4
+            for run in range(1, 4):
+                tensors.add().CopyFrom(tensors[0])
+                tensors[-1].offset += run * row // 4
+        try:
+            await asyncio.wait_for(side.register(message), 5)
+            return side.cache.host_asked
+        finally:
+            await side.close()
+            pools.close()
+
+    assert asyncio.run(registered(row)) == 1
+    with pytest.raises(RequestError, match=f"--host-bytes is {row - 1}, a page of this model {row};") as refused:
+        asyncio.run(registered(row - 1))
+    assert refused.value.code == common_pb2.ERROR_RESOURCE_EXHAUSTED
+
+
 def test_a_file_that_has_an_engines_name_meanwhile_is_left_alone(tmp_path: Path) -> None:
     config = DaemonConfig(role="decode", pool="engine", shm_dir=str(tmp_path), page_size=PAGE)
 

@@ -214,6 +214,14 @@ _WORKERS = (
         (f"{SIDES}/test_registering.py",),
     ),
     Guard(
+        "a host tier below one page is refused, below blocks, too",
+        "daemon/sides/tiers.py",
+        "SideTiers._sizes",
+        "if config.host_bytes and not 1 <= host_pages < 1 << 31:",
+        "if config.host_bytes and registration is None and not 1 <= host_pages < 1 << 31:",
+        (f"{SIDES}/test_registering.py",),
+    ),
+    Guard(
         "an engine's pages are forgotten with its memory",
         "daemon/sides/tiers.py",
         "SideTiers.forget_pool",
