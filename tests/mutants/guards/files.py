@@ -250,6 +250,22 @@ FILES = (
         OF_SEGMENT,
     ),
     Guard(
+        "a chunk whose entries cannot be read is not pinned",
+        "daemon/memory/growing_rows.py",
+        "GrowingRows.make",
+        "del self._pins[pins:]",
+        "pass",
+        ("tests/daemon/memory/test_growing_rows.py",),
+    ),
+    Guard(
+        "rows of a disk are pinned as far as memory goes",
+        "daemon/memory/growing_rows.py",
+        "GrowingRows._pin",
+        "if lack := self._lacks_pinned(start, end):",
+        "if False:",
+        ("tests/daemon/memory/test_growing_rows.py",),
+    ),
+    Guard(
         "a chunk that fails keeps no room on the disk",
         ROWS,
         "FileRows.unmake",

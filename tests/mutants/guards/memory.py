@@ -70,22 +70,6 @@ GROWTH = (
         OF_GROWTH,
     ),
     Guard(
-        "a chunk whose entries cannot be read is not pinned",
-        GROWING,
-        "GrowingRows.make",
-        "del self._pins[pins:]",
-        "pass",
-        OF_GROWTH,
-    ),
-    Guard(
-        "rows of a disk are pinned as far as memory goes",
-        GROWING,
-        "GrowingRows._pin",
-        "if lack := self._lacks_pinned(start, end):",
-        "if False:",
-        OF_GROWTH,
-    ),
-    Guard(
         "a tier is pinned as a whole or not at all",
         GROWING,
         "GrowingRows._pin",

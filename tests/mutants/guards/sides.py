@@ -218,7 +218,7 @@ _WORKERS = (
         "daemon/sides/tiers.py",
         "SideTiers._sizes",
         "if config.host_bytes and not 1 <= host_pages < 1 << 31:",
-        "if config.host_bytes and registration is None and not 1 <= host_pages < 1 << 31:",
+        "if config.host_bytes and not (registration and registration.block_tokens) and not 1 <= host_pages < 1 << 31:",
         (f"{SIDES}/test_registering.py",),
     ),
     Guard(
