@@ -92,7 +92,11 @@ def test_a_host_tier_below_one_page_is_refused_whatever_the_pool_is_of(tmp_path:
                 tensors[-1].offset += run * row // 4
         try:
             await asyncio.wait_for(side.register(message), 5)
-            return side.cache.host_asked
+            host = side.cache.host
+            assert host is not None
+            while not host.pages:
+                await asyncio.sleep(0.001)
+            return host.pages
         finally:
             await side.close()
             pools.close()
