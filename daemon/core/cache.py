@@ -50,6 +50,9 @@ class Stores(Protocol):
     def flush(self, namespace: Namespace) -> tuple[int, int]:
         """Has what is stored, and is in no tree yet, enter none: rows that were freed, rows that a copy has."""
 
+    def copies(self, namespace: Namespace) -> int:
+        """Copies of them under way."""
+
 
 class Cache:
     """`pages` device pages of `page_size` tokens; `host_pages` 0: no host tier. `host_there`: how many of those there
@@ -253,6 +256,10 @@ class Cache:
             device, host = device + result.device, host + result.host + freed
             skipped += result.skipped + coming
         return FlushCount(device, host, skipped)
+
+    def copies_of(self, namespace: Namespace) -> int:
+        """Copies under way of what a flush comes to."""
+        return namespace.tree.copies + (0 if self.stores is None else self.stores.copies(namespace))
 
     def forget_device(self) -> int:
         """The device pool's memory is gone: what the host tier has stays, the rest is forgotten. No lock, no request's

@@ -72,7 +72,7 @@ class LeaseKeeper:
         self._asks = asks
         self._returns = returns
         self.pins = Pins(cache, holds)
-        self.blocks = cache.stores = BlockTier(cache)
+        self.blocks = cache.stores = BlockTier(cache, self.leases)
         self.endings = Endings(self.blocks, self.counters, self.end)
         self._retracted: OrderedDict[Name, tuple[int, int]] = OrderedDict()  # to their worker and order
         self._next_order = 1

@@ -42,7 +42,7 @@ class Lease:
     held_written: bool = False  # what the worker holds itself is all there, it has said
     stores: bool = False  # they are there to be copied to the host tier
     store_waits: bool = False  # for a copy to the host tier
-    store_flushed: bool = False  # since it was handed in: it enters no tree
+    store_flushed: bool = False  # since it was admitted: what it hands in enters no tree
     ends_itself: bool = False  # it is over once it is ready: its worker says no more
     copies: set[int] = field(default_factory=set)  # of them, between the tiers, that run
     resumed: bool = False  # it was retracted before

@@ -79,10 +79,6 @@ class TierCopies:
         """Copies under way."""
         return len(self._running)
 
-    def of(self, namespace: Namespace) -> int:
-        """Copies of its pages under way."""
-        return sum(whose is namespace for whose, _ in self._running.values())
-
     @property
     def yielding(self) -> int:
         """Copies under way that make pages free or evictable: all but restores."""

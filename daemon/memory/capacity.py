@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import size
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.radix.pool import HeldIndex
-from kvferry.transfer.host_tier.rows import rows_file, wanted_in_memory
+from kvferry.transfer.host_tier.rows import disk_room, rows_file, wanted_in_memory
 from kvferry.transfer.mapping import memory_room
 
 MORE_SHM = (
@@ -64,7 +65,8 @@ def file_room(config: DaemonConfig) -> tuple[int, int]:
     wanted = config.host_bytes * len(config.roles) - already_in_files(config)
     if os.path.isdir(config.shm_dir) and os.stat(config.shm_dir).st_dev == os.stat(there).st_dev:
         wanted += in_shm(config)
-    return shutil.disk_usage(there).free, wanted
+    free = disk_room(there)
+    return sys.maxsize if free is None else free, wanted
 
 
 def shared_memory(config: DaemonConfig, roles: int | None = None) -> tuple[str, bool]:

@@ -74,6 +74,7 @@ class HostTier:
     ) -> None:
         """`near`: CPUs beside each of the devices. Nothing of it is there before `grow`."""
         self._rows = rows
+        self.file_unopened = isinstance(rows, NoRows) and rows.of_file
         self._there = GrowingRows(rows, pages, memory.shape.row_bytes, memory.pinner(), near)
         self._grown = False
         self.stays = ""
@@ -426,14 +427,13 @@ def _rows_of(config: DaemonConfig, role: str, memory: PoolMemory, pages: int) ->
     try:
         if not in_file:
             return AnonymousRows(pages, shape.row_bytes)
-        layout = layout_fingerprint(shape.geometry, len(shape.row_shards))
-        size, patience = shape.row_bytes, LOCKED_SECONDS
+        layout, size = layout_fingerprint(shape.geometry, len(shape.row_shards)), shape.row_bytes
         return FileRows.open(
-            config.host_dir, pages=pages, page_bytes=size, layout=layout, role=role, patience_s=patience
+            config.host_dir, pages=pages, page_bytes=size, layout=layout, role=role, patience_s=LOCKED_SECONDS
         )
     except (OSError, ValueError) as error:
         flags = f"--host-dir {config.host_dir!r}" if in_file else "--host-bytes"
-        return NoRows(f"{pages * shape.row_bytes} bytes ({flags}) cannot be had: {error}")
+        return NoRows(f"{pages * shape.row_bytes} bytes ({flags}) cannot be had: {error}", of_file=in_file)
 
 
 def cache_limits(config: DaemonConfig, in_blocks: bool) -> CacheLimits:

@@ -54,14 +54,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         side = self._side(request.role)
         if side.tiers.reads_file:  # what comes behind the flush would stay
             raise precondition(f"the {side.role} side's host tier is still being read from its file: try again")
+        if side.core is None and side.config.host_dir:
+            raise precondition(f"the {side.role} side's host tier has not been read from its file: try again")
         known = _known(side, request.namespace_id)
         if request.strict:
             _check_nothing_held(side, known)
         side.tiers.forget_unread(request.namespace_id)  # which may be of a namespace that no tree is of
-        chosen = known if side.tiers.file_unopened else _chosen(side, request.namespace_id)
-        if chosen is None:
+        if side.core is None:
             return admin.FlushReply()
-        count = side.cache.flush(chosen)
+        if not side.tiers.file_unopened:
+            _check_known(side, request.namespace_id, known)
+        count = side.cache.flush(known)
         side.tick()  # the rows' entries go with them, and who waits may have the pages
         if side.tiers.file_unopened:  # ABORTED: to ask again now would free no more
             raise aborted(
@@ -172,7 +175,7 @@ def _known(side: AnySide, namespace_id: bytes) -> list[Namespace]:
     """The namespace, if there is a tree of it, or all where none is named. INVALID_ARGUMENT."""
     if namespace_id:
         _check_namespace(namespace_id)
-    if not side.tiers.has_pool.is_set():
+    if side.core is None:
         return []
     return [space for name, space in side.cache.namespaces.items() if namespace_id in (b"", name)]
 
@@ -182,16 +185,21 @@ def _chosen(side: AnySide, namespace_id: bytes) -> list[Namespace] | None:
     known = _known(side, namespace_id)
     if not side.tiers.has_pool.is_set():
         return None
+    _check_known(side, namespace_id, known)
+    return known
+
+
+def _check_known(side: AnySide, namespace_id: bytes, known: list[Namespace]) -> None:
+    """NOT_FOUND where one was named, and there is none."""
     if namespace_id and not known:
         raise not_found(f"namespace_id {namespace_id.hex()[:16]}... is none that this daemon's {side.role} role has")
-    return known
 
 
 def _check_nothing_held(side: AnySide, namespaces: list[Namespace]) -> None:
     """FAILED_PRECONDITION where a flush would have to leave a page. What is held on both tiers counts on the device."""
     trees = [namespace.tree for namespace in namespaces]
     held = sum(tree.pages - tree.evictable + tree.host_pages - tree.host_evictable for tree in trees)
-    copies = sum(side.cache.copies.of(namespace) for namespace in namespaces)
+    copies = sum(side.cache.copies_of(namespace) for namespace in namespaces)
     if held or copies:
         raise precondition(
             f"{held} pages are held by requests, pins or copies between the tiers ({copies} under way); "

@@ -137,8 +137,7 @@ class SideTiers:
     @property
     def file_unopened(self) -> bool:
         """Whether there may be a file of the host tier, which could not be opened: a later daemon finds what it has."""
-        host = self._host
-        return bool(self._config.host_dir) and host is not None and host.is_nothing and not host.survives
+        return self._host is not None and self._host.file_unopened
 
     @property
     def keeps_nothing(self) -> bool:

@@ -117,8 +117,10 @@ class NoRows:
 
     in_memory = True
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, *, of_file: bool) -> None:
+        """`of_file`: there may be a file with what an earlier run had."""
         self.buffer = memoryview(b"")
+        self.of_file = of_file
         self._why = why
 
     def lacks(self, start: int, end: int) -> str:
@@ -335,8 +337,11 @@ def _prepare(stem: str, rows_fd: int, index_fd: int, wanted: Header) -> RowsOpen
         header = dataclasses.replace(old, pages=wanted.pages)
     # Cut first: what is added then is zeros, and no entry of an earlier size comes back.
     os.ftruncate(index_fd, kept_index)
-    # Rows keep their bytes, of other pages, too: to let go of 6 GiB of them on a tmpfs takes a second. Nobody reads a
-    # row as a page but by an entry, of which none is left here, or once it was written anew: as a row that was freed.
+    # On a tmpfs rows keep their bytes, of other pages, too: to let go of 6 GiB takes a second (on a disk they would be
+    # read for nothing as rows are made). Nobody reads a row as a page but by an entry, of which none is left here, or
+    # once it was written anew: as a row that was freed.
+    if replaced is not None and not is_memory(rows_fd):
+        os.ftruncate(rows_fd, 0)
     kept_rows = min(os.fstat(rows_fd).st_size, header.rows_bytes)
     try:
         _resize(f"{stem}.rows", rows_fd, header.rows_bytes)  # `FileRows.make` has their bytes be there
@@ -401,9 +406,9 @@ def _bytes_there(fd: int, start: int, end: int) -> int:
     return there
 
 
-def disk_room(fd: int) -> int | None:
-    """Bytes that the file's disk has left; None: it has no limit."""
-    disk = os.fstatvfs(fd)
+def disk_room(file: int | os.PathLike[str]) -> int | None:
+    """Bytes that the disk of an open file, or of a folder, has left; None: it has no limit."""
+    disk = os.statvfs(file)
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 

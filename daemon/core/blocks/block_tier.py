@@ -9,12 +9,13 @@ has ended: not before the last copy of them. So a store for which there is no co
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.errors import precondition
 from kvferry.daemon.core.lease import Lease
+from kvferry.daemon.core.limits import Name
 from kvferry.daemon.core.namespaces import Namespace
 from kvferry.radix.digests import DIGEST_BYTES, split_digests
 from kvferry.radix.pool import PageState
@@ -58,8 +59,10 @@ class Written:
 class BlockTier:
     """Loads and stores, from their start to their end."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, leases: Mapping[Name, Lease]) -> None:
+        """`leases`: those that have not ended."""
         self._cache = cache
+        self._leases = leases
         self._running: dict[int, BlockCopy] = {}
         self._written: set[int] = set()  # blocks, by living requests
         self._read: Counter[int] = Counter()  # how many living requests are to have a block stored, or may send it back
@@ -157,13 +160,10 @@ class BlockTier:
     def flush(self, namespace: Namespace) -> tuple[int, int]:
         """Guard: what was handed in before a flush enters the tree no more. Returns how many of its rows were freed,
         and how many are freed when the copies into them have ended."""
-        host, coming = self._cache.host, 0
-        for waiting in (lease for lease in self._waiting if lease.hold.namespace is namespace):
-            waiting.store_flushed = True
-        for copy in self._running.values():
-            if copy.kind == BACKUP and copy.lease.hold.namespace is namespace:
-                copy.lease.store_flushed = True
-                coming += len(copy.host)
+        host, running = self._cache.host, self._stores_of(namespace)
+        for lease in self._leases.values():
+            if lease.hold.namespace is namespace:
+                lease.store_flushed = True
         freed = [row for written in self._behind if written.namespace is namespace for row in written.rows]
         self._behind = [written for written in self._behind if written.namespace is not namespace]
         self._storing.pop(namespace.id, None)  # what is handed in from now on is stored
@@ -171,7 +171,15 @@ class BlockTier:
             assert host is not None
             host.free_pages(freed)
             self._not_stored("flushed", len(freed))
-        return len(freed), coming
+        return len(freed), sum(len(copy.host) for copy in running)
+
+    def copies(self, namespace: Namespace) -> int:
+        """Stores of it under way."""
+        return len(self._stores_of(namespace))
+
+    def _stores_of(self, namespace: Namespace) -> list[BlockCopy]:
+        mine = (copy for copy in self._running.values() if copy.lease.hold.namespace is namespace)
+        return [copy for copy in mine if copy.kind == BACKUP]
 
     def _not_stored(self, why: str, pages: int) -> None:
         if pages:

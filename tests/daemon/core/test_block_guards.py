@@ -323,6 +323,16 @@ def test_what_is_stored_behind_a_flush_waits_for_nothing_before_it() -> None:
     assert side.held() == 2 and not side.core.leases
 
 
+def test_what_was_admitted_before_a_flush_and_handed_in_behind_it_enters_the_tree_no_more() -> None:
+    side = Decode()
+    side.admit(A, 2, 0, prefill="", held=2)
+    flush(side)
+    side.core.finish(1, A, 2 * PAGE, b"", 0.0)
+    side.take()
+    assert side.copies() == [] and not side.held() and not side.core.leases
+    assert side.cache.tiers.unstored == {"flushed": 2}
+
+
 def test_a_flush_that_is_to_free_all_is_refused_beside_a_store() -> None:
     side = Decode()
     (store,) = side.store(A, 2, 0)

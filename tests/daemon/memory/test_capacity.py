@@ -218,7 +218,7 @@ def test_a_tier_in_a_file_of_a_tmpfs_is_memory_as_far_as_it_is_to_come(
 
 def test_a_disk_that_is_too_small_for_the_tier_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_room, "is_memory", lambda file: False)
-    monkeypatch.setattr(pool_room.shutil, "disk_usage", lambda path: SimpleNamespace(free=20 << 20))
+    monkeypatch.setattr(pool_room, "disk_room", lambda file: 20 << 20)
     folder, other = tmp_path / "h", tmp_path / "shm"
     folder.mkdir()
     config = DaemonConfig(role="both", pool_bytes=1 << 20, host_bytes=16 << 20, host_dir=str(folder), shm_dir="/proc")
@@ -239,3 +239,5 @@ def test_a_disk_that_is_too_small_for_the_tier_is_said(tmp_path: Path, monkeypat
     assert finding.found == (
         "20.0 MiB free on its file system; the files take 22.0 MiB more than the 12.0 MiB of them that are there"
     )
+    monkeypatch.setattr(pool_room, "disk_room", lambda file: None)
+    assert not pool_room.host_lacks(beside), "it has no limit"
