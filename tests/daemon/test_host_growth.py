@@ -28,6 +28,8 @@ from kvferry.daemon.services.admin import AdminService
 from kvferry.daemon.sides.side import AnySide
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2, common_pb2
+from kvferry.radix.pool import PageState
+from kvferry.radix.tree import PROMPT
 from kvferry.transfer.host_tier.rows import FileRows
 from tests.daemon.daemons import config_of, started
 from tests.daemon.test_daemon_end import hello, until
@@ -212,6 +214,47 @@ def test_a_flush_beside_a_file_that_could_not_be_opened_is_of_all_else_and_says_
                 assert "another has it locked" in str(refused.value) and pages.free == pages.pages
             assert grpc.StatusCode.ABORTED not in NOT_FREED
             other.close()
+
+    asyncio.run(story())
+
+
+def test_a_file_is_unopened_from_the_start_and_one_before_the_first_worker_is_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other side's chunk may be made first, for long."""
+
+    async def story() -> None:
+        config = config_of(tmp_path, host_dir=str(tmp_path / "host"), host_bytes=1 << 20)
+        async with served(config, threading.Event()) as daemon:
+            service, request, call = AdminService(daemon.sides), admin.FlushRequest(), cast(Any, Call())
+            with pytest.raises(PermissionError, match=r"FAILED_PRECONDITION: .* has not been read from its file: try"):
+                await service.Flush(request, call)
+            with monkeypatch.context() as patch:
+                other = locked(tmp_path, patch)
+                with growing_rows.MAKING:
+                    await daemon.sides["decode"].register(hello())
+                    with pytest.raises(PermissionError, match="ABORTED: 0 device pages were freed"):
+                        await service.Flush(request, call)
+                other.close()
+
+    asyncio.run(story())
+
+
+def test_what_the_host_tier_has_is_flushed_while_no_engine_is_there(tmp_path: Path) -> None:
+    async def story() -> None:
+        config = config_of(tmp_path, host_bytes=1 << 20)
+        async with served(config, threading.Event()) as daemon:
+            side, request = daemon.sides["decode"], admin.FlushRequest(strict=True)
+            await side.register(hello())
+            host = side.cache.host
+            assert host is not None
+            await until(lambda: host.pages)
+            side.tiers.has_pool.clear()
+            ours = side.cache.namespace(side.tiers.facts.id if side.tiers.facts else b"")
+            ours.tree.insert_host(b"h" * 32, host.allocate(1, PageState.LEASED), 0, PROMPT, 0)
+            reply = await AdminService(daemon.sides).Flush(request, cast(Any, Call()))
+            assert (reply.host_pages, host.free) == (1, host.pages)
+            side.tiers.has_pool.set()
 
     asyncio.run(story())
 

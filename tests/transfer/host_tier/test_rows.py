@@ -112,8 +112,8 @@ def test_rows_that_are_let_go_have_no_room_on_the_disk_but_for_what_entries_name
 def test_files_of_other_rows_give_back_no_more_than_is_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, in_memory: bool
 ) -> None:
-    """A second for 6 GiB of a tmpfs, in which the first worker waits. What the file has then needs no room. On a disk it
-    would be read as rows are made."""
+    """A second for 6 GiB of a tmpfs, in which the first worker waits. What the file has then needs no room. On a disk
+    it would be read as rows are made."""
     page, path = mmap.PAGESIZE, tmp_path / "kvferry-host-decode.rows"
     with opened(tmp_path, page_bytes=page) as rows:
         rows.make(0, PAGES * page, ())
