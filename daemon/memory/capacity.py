@@ -15,7 +15,7 @@ from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.config.values import size
 from kvferry.daemon.memory.gpu_probe import Driver, DriverError
 from kvferry.radix.pool import HeldIndex
-from kvferry.transfer.host_tier.rows import disk_room, rows_file, wanted_in_memory
+from kvferry.transfer.host_tier.rows import disk_room, stem_of, wanted_in_memory
 from kvferry.transfer.mapping import memory_room
 
 MORE_SHM = (
@@ -55,7 +55,7 @@ def already_in_files(config: DaemonConfig) -> int:
     found = 0
     for role in config.roles if config.host_dir else ():
         with contextlib.suppress(OSError):
-            found += min(os.stat(rows_file(config.host_dir, role)).st_blocks * 512, config.host_bytes)
+            found += min(os.stat(f"{stem_of(config.host_dir, role)}.rows").st_blocks * 512, config.host_bytes)
     return found
 
 

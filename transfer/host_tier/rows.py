@@ -50,9 +50,9 @@ def wanted_in_memory(start: int, end: int) -> int:
     return end - start + end // SPARED
 
 
-def rows_file(directory: str, role: str) -> str:
-    """The file with the rows of a role's tier."""
-    return os.path.join(directory, f"kvferry-host-{role}.rows")
+def stem_of(directory: str, role: str) -> str:
+    """The path of both files of a role's tier, less ".rows" and ".index"."""
+    return os.path.join(directory, f"kvferry-host-{role}")
 
 
 class TierRows(Protocol):
@@ -177,7 +177,7 @@ class FileRows:
             raise ValueError(f"role is {role[:64]!r}; it must match {_ROLE.pattern}")
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
-        stem = rows_file(directory, role).removesuffix(".rows")
+        stem = stem_of(directory, role)
         with contextlib.ExitStack() as undo:
             fds: list[int] = []
             for path in (f"{stem}.rows", f"{stem}.index"):
