@@ -140,7 +140,7 @@ class Tier:
     """Copies between the tiers that always end well; of any bytes, since who writes pages here is not honest."""
 
     unverified = 0
-    reads_file = is_nothing = False
+    reads_file = is_nothing = file_unopened = False
     survives = True
     stays = ""
 
