@@ -356,10 +356,13 @@ def harm(guard: Guard, monkeypatch: pytest.MonkeyPatch, faults: Faults | Draw, f
 LONG = (
     "blocks behind a prompt's end",
     "copies of a fetch that is stopped",
+    "loans to a session that is over",
     "orphaned pages, decode",
+    "orphaned pages, prefill",
     "paths of what is stored",
     "pins of what is lost",
     "proof of a worker's end",
+    "rows of a file are verified",
     "rows that are wrong",
     "what a worker had queued",
     "what can be read is lent",

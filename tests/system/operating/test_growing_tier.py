@@ -100,10 +100,9 @@ def hurt(stack: Stack, decode: Replica, prefill: Replica, prompts: list[list[int
     return turns, there + chunks * CHUNK_ROWS
 
 
-@pytest.mark.parametrize("tier", ["file", pytest.param("memory", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "how", ["SIGKILL", *(pytest.param(h, marks=pytest.mark.nightly) for h in ("SIGTERM", "SIGSTOP"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("tier", ["file", "memory"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSTOP"])
 def test_while_its_tier_grows(stack: Stack, tmp_path: Path, how: str, tier: str) -> None:
     system = spec(60, HOST_PAGES, *(("--host-dir", str(tmp_path), "--checksums", "on") if tier == "file" else ()))
     prefills, decodes = start_replicas(stack, system)

@@ -202,10 +202,9 @@ def each_time(pair: Pair, size: Size, happens: Callable[[], Coroutine[Any, Any, 
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 @ALL_SIZES
-@pytest.mark.parametrize(
-    "victim", ["decode daemon", *by_night("decode's courier", "prefill daemon", "prefill's courier")]
-)
+@pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_one_that_stands_still_and_goes_on(stack: Stack, devices: tuple[str, str], victim: str, size: Size) -> None:
     need(*devices)

@@ -44,6 +44,7 @@ def test_prefill_daemon_down_fails_its_requests_and_it_is_met_again(stack: Stack
     settled(decodes[0])
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
     slow = ["--synthetic-decode-us", "50000"]
     prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_worker_flags=slow))

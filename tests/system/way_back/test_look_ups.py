@@ -58,6 +58,7 @@ def test_a_conversation_that_moves_is_fetched_from_where_it_was(stack: Stack) ->
     assert holder.transfers.aborted == asked.transfers.aborted == asked.transfers.mismatched_parts == 0
 
 
+@pytest.mark.nightly
 def test_what_one_prefill_server_never_saw_comes_from_the_other_decode_server(stack: Stack) -> None:
     """It has kept the prompts; only decode servers have what was generated."""
     prefills, decodes = started(stack, system(1))

@@ -87,6 +87,7 @@ def test_each_rank_has_its_heads_from_there(stack: Stack, shares: tuple[Share, S
     asyncio.run(moved(stack, Pair(stack, *ALWAYS, "--checksums", "on", shares=shares)))
 
 
+@pytest.mark.nightly
 def test_what_was_damaged_there_is_computed(stack: Stack, tmp_path: Path) -> None:
     """The file of the tier is wrong in its fourth page."""
 

@@ -69,7 +69,8 @@ def test_any_prefill_server_takes_any_turn_as_if_it_had_kept_everything(stack: S
     assert sum(each.transfers.mismatched_parts + each.transfers.aborted for each in back) == sent.aborted == 0
 
 
-@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.nightly), "SIGKILL"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
 def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
     prefills, decodes = started(stack, system())
     rng = random.Random(2)
@@ -93,6 +94,7 @@ def test_a_restarted_prefill_daemon_fetches(stack: Stack, how: str) -> None:
     assert choices(side) == {"fetched": 1} and side.way_back.fetched_tokens == turn.matched
 
 
+@pytest.mark.nightly
 def test_a_request_that_is_continued_goes_on_from_all_that_decode_holds(stack: Stack) -> None:
     """Its output, the end of its prompt now, was never at a prefill server; of its first prompt one knows."""
     prefills, decodes = started(stack, system(2, "always", "--checksums", "on"))

@@ -68,6 +68,7 @@ def test_each_server_has_back_what_the_other_turns_brought(
     assert went_back(prefills, decodes[0]) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("prefill", "decode", "case"), PLACES)
 def test_pages_in_memory_of_engines_go_back_too(
     stack: Stack, prefill: tuple[str, ...], decode: tuple[str, ...], case: Case
