@@ -20,6 +20,7 @@ ALLOWED = {
     "bench/gpu/slots.py": {"multiprocessing.Pipe"},
     "bench/front_streams.py": {"multiprocessing.Pipe"},
     "bench/loadgen_speed.py": {"multiprocessing.Pipe"},
+    "bench/sglang/busy_turns.py": {"multiprocessing.Pipe"},
     # Makes classes of other versions of vLLM, from text of its own.
     "tests/connectors/vllm/test_versions.py": {"builtins.compile", "builtins.exec"},
 }

@@ -163,7 +163,7 @@ def test_hooks_of_a_step_without_tokens_count_where_one_had_something_to_do(benc
     clock.begin(1.3, 0)
     clock.begin(1.4, 1)
     (line,) = file.getvalue().splitlines()
-    assert float(line.split()[2]) == 20 + (10 + 3) + 40
+    assert float(line.split()[2]) == 20 + (10 + 4) + 40
 
 
 def test_what_the_engine_does_within_a_hook_is_not_counted_but_hooks_within_that_are(bench: SimpleNamespace) -> None:
@@ -176,7 +176,7 @@ def test_what_the_engine_does_within_a_hook_is_not_counted_but_hooks_within_that
     outer()
     clock.begin(1.1, 1)
     (line,) = file.getvalue().splitlines()
-    looks = 1 + 3  # the one that ends what was left out, those at the inner hook
+    looks = 1 + 4  # the one that ends what was left out, those at the inner hook
     assert 25 <= float(line.split()[2]) <= 25 + looks
 
 
