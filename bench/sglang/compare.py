@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -55,6 +55,14 @@ class Cell:
     rps: float
     mib: float
     itl: float
+
+
+class Counted(NamedTuple):
+    """Bytes that came from prefill, and from the host tier in so many seconds, the sum over copies."""
+
+    received: int
+    restored: int
+    seconds: float
 
 
 def main(words: Sequence[str]) -> int:
@@ -103,18 +111,27 @@ def measured(machine: Machine, at_once: Sequence[int], rounds: int) -> Rows:
     for chats in at_once:
         before = counted(machine)
         found = drive(machine, chats, rounds, {"first": FIRST, "turns": TURNS, "seed": chats})
-        after = counted(machine)
-        for row in found:
-            if after is not None and before is not None:
-                row["mb"] = (after - before) / len(found) / row["conv"] / (1 << 20)
+        if before is not None and (after := counted(machine)) is not None:
+            requests = len(found) * chats
+            for row in found:
+                row["mb"] = (after.received - before.received) / requests / (1 << 20)
+            restored, seconds = after.restored - before.restored, after.seconds - before.seconds
+            if restored:
+                rate = f"{restored / seconds / (1 << 30):.1f} GiB/s, copies by themselves"
+                told = f"{restored / requests / (1 << 20):.0f} MiB a request from the host tier at {rate}"
+                print(f"== {machine.system.name}, {chats} chats: {told}", flush=True)
         rows += found
     machine.say_errors()
     return rows
 
 
-def counted(machine: Machine) -> int | None:
-    """Bytes that decode's daemon has received; None: SGLang counts itself."""
-    return None if machine.stack is None else machine.stats("decode").transfers.delta_bytes
+def counted(machine: Machine) -> Counted | None:
+    """Decode's daemon's; None: SGLang counts itself."""
+    if machine.stack is None:
+        return None
+    side = machine.stats("decode")
+    restored = side.tiers.restored_pages * side.host.page_bytes
+    return Counted(side.transfers.delta_bytes, restored, side.tiers.restore_seconds)
 
 
 def drive(machine: Machine, chats: int, rounds: int, shape: dict[str, int]) -> Rows:
