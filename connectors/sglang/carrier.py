@@ -22,7 +22,7 @@ from kvferry.connectors.sglang.transfers import (
     StoredPrompt,
     Transfers,
 )
-from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions, new_loop
+from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions
 from kvferry.connectors.worker_state import wait_for
 from kvferry.threads import CallThread, name_thread
 from kvferry.waiting import have_ended, slices
@@ -52,7 +52,7 @@ class Carrier:
         """Whether its daemon takes computed prompts into a host tier."""
         self._settings = settings
         self._connected = connected
-        self._loop = new_loop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvferry requests", daemon=True)
         self._copier = CallThread("kvferry steps")
         self._asker = ThreadPoolExecutor(ASKERS, "kvferry peers", initializer=name_thread, initargs=("kvferry peers",))

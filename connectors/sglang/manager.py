@@ -31,8 +31,8 @@ from kvferry.connectors.sglang.waiting import WaitingPrompts
 from kvferry.proto import common_pb2
 
 # SGLang's scheduler never rests: for so long another thread waits for its turn, some times for each of the daemon's
-# words. A word and its answer take 0.4 ms so, with 0.5 ms 1.5, with Python's own 5 ms 2 to 56 (bench/sglang's
-# busy_turns.py).
+# words. A word and its answer take 0.5 ms so in the median, with 0.5 ms 1.2, with Python's own 5 ms 2.1 and sometimes
+# seconds (bench/sglang/busy_turns.py).
 SWITCH_SECONDS = 0.0001
 SETTLE_SECONDS = 5.0  # that a flush of SGLang's cache waits for copies
 HELD_SECONDS = 5.0  # that the daemon's answer is waited for

@@ -3,7 +3,6 @@ of what a transfer backend never calls."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -29,10 +28,7 @@ EMPTY = frozenset(
 
 
 _ABSENT = ("triton.runtime", "triton.runtime.driver")  # by which SGLang asks for the device
-_RESULTS: dict[str, Any] = {
-    "dill.dumps": lambda _: b"",  # what becomes of it must be bytes
-    "uvloop.new_event_loop": asyncio.new_event_loop,  # the backend's, in the place of the one that SGLang brings
-}
+_RESULTS: dict[str, Any] = {"dill.dumps": lambda _: b""}  # what becomes of it must be bytes
 
 
 class _Names(type):
