@@ -3,10 +3,11 @@ multi-turn chats, the same client and the same flags for each. In the systems na
 the largest number of chats needs, and SGLang's own host tier is measured beside kvferry's.
 
 bash bench/gpu/sglang.sh OUT compare [--systems nixl-off nixl-on kvferry nixl-on-half nixl-host-half kvferry-half]
-                                     [--at-once 1 4 32] [--rounds 2] [--ranks 2]
+                                     [--at-once 1 4 32] [--rounds 2] [--ranks 2] [--chunk 4096]
 
 What was measured before, in OUT/compare.json, is kept and stands in the table, too: systems may come one run after the
-other. --ranks: of each engine, by tensor parallelism; names of systems get them. Behind the table is what must hold.
+other. --ranks: of each engine, by tensor parallelism; --chunk: tokens that prefill computes in one step, SGLang's own
+choice without; names of systems get them. Behind the table is what must hold.
 """
 
 from __future__ import annotations
@@ -71,17 +72,21 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 4, 32])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--chunk", type=int, metavar="TOKENS")
     args = parser.parse_args(words)
     rows, failed = kept(), False
     for name in args.systems:
         system, tokens = SYSTEMS[name]
         if args.ranks > 1:
-            system = replace(system, name=f"{name}-{args.ranks}-ranks", ranks=args.ranks)
+            system = replace(system, name=f"{system.name}-{args.ranks}-ranks", ranks=args.ranks)
+        if args.chunk:
+            system = replace(system, name=f"{system.name}-{args.chunk}-a-step")
         rows = [row for row in rows if row["label"] != system.name]
         began = time.monotonic()
         with Machine(system) as machine:
             try:
-                machine.start_pair(Model((), PREFILL_TOKENS, tokens))
+                flags = ("--chunked-prefill-size", str(args.chunk)) if args.chunk else ()
+                machine.start_pair(Model(flags, PREFILL_TOKENS, tokens))
                 machine.wait()
                 print(f"== {system.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 rows += measured(machine, [max(args.at_once)] if tokens == HALF else args.at_once, args.rounds)

@@ -55,7 +55,7 @@ class System:
 
 @dataclass(frozen=True)
 class Model:
-    """`flags` name its folder; of each engine's pool the tokens."""
+    """`flags` name its folder, or are more of its servers'; of each engine's pool the tokens."""
 
     flags: tuple[str, ...]
     prefill_tokens: int
