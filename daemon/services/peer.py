@@ -30,6 +30,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(self, side: PrefillSide) -> None:
         self._side = side
         self._said = Said()
+        self._heard: list[peer.PeerHello] = []  # one for each session
 
     async def Session(self, request_iterator: object, context: Context) -> None:
         del request_iterator
@@ -52,8 +53,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         except RequestError as error:
             self._warn(message.hello.daemon[:MAX_NAME_CHARS], error)
             await context.abort(status_of(error), error.message)
-        session = side.new_session(own, message.hello)
-        log.info("decode daemon %s opens a session", message.hello.daemon)
+        hello = message.hello
+        session = side.new_session(own, hello)
+        log.info("decode daemon %s opens a session", hello.daemon)
+        self._warn_of_twins(hello)
+        self._heard.append(hello)
         end: RequestError | None = None
         try:
             await context.write(peer.PeerMessage(hello=own))
@@ -64,8 +68,18 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 end = RequestError(broken.code, str(broken))
         finally:
             side.session_over(session)  # before the abort, which a peer that does not read may keep waiting
+            self._heard = [each for each in self._heard if each is not hello]
         if end is not None:
             await context.abort(status_of(end), end.message)
+
+    def _warn_of_twins(self, hello: peer.PeerHello) -> None:
+        """Says that two decode daemons have one name: what is kept by name, as metrics, is of both. One that has died
+        may be there, too, until its session is over."""
+        named = [each for each in self._heard if each.daemon == hello.daemon]
+        if any(each.incarnation != hello.incarnation for each in named):
+            said = f"two decode daemons are called {hello.daemon!r}: give each a --name of its own"
+            if self._said.due(said, self._side.now()):
+                log.warning("%s, unless one has just died", said)
 
     def _warn(self, daemon: str, error: RequestError) -> None:
         """But not of what passes, as an end that has begun."""

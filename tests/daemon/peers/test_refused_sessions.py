@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from itertools import count
 from typing import Any, cast
 
 import grpc
@@ -18,8 +19,10 @@ from kvferry.daemon.services import peer as peer_service
 from kvferry.daemon.services.peer import PeerService
 from kvferry.daemon.sides.decode import DecodeSide
 from kvferry.daemon.sides.prefill import PrefillSide
+from kvferry.proto import common_pb2 as common
 from kvferry.proto import peer_pb2 as peer
 from kvferry.proto import peer_pb2_grpc
+from tests.daemon.peers.hellos import hello_from
 
 
 def test_a_text_is_due_when_it_is_new_and_once_a_minute() -> None:
@@ -162,3 +165,83 @@ def test_a_peer_that_waits_for_its_worker_says_so_by_a_key(
         address, error = asyncio.run(asyncio.wait_for(story(), 20))
     assert error in (said.format(address, how) for how in (" cannot be reached", ": no hello came"))
     assert [record.levelno for record in caplog.records if record.getMessage() == error] == [level]
+
+
+class Twin:
+    """A call of a decode daemon whose session lasts."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._hello = hello_from("d", common.ROLE_DECODE, {"incarnation": bytes([incarnation] * 16)})
+
+    async def read(self) -> peer.PeerMessage:
+        return peer.PeerMessage(hello=self._hello)
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:40001"
+
+    async def write(self, message: peer.PeerMessage) -> None:
+        assert message.HasField("hello")
+
+
+class LastingSession:
+    def __init__(self, number: int) -> None:
+        self.number, self.remote = number, "d"
+
+    async def run(self, call: object) -> None:
+        await asyncio.Event().wait()
+
+
+def test_the_prefill_side_warns_of_two_decode_daemons_of_one_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+
+    async def story() -> None:
+        nonlocal now
+        side = PrefillSide(DaemonConfig(role="prefill"), bytes(16), lambda: now)
+        service = PeerService(side)
+        numbers = count(1)
+
+        def new_session(own: peer.PeerHello, hello: peer.PeerHello) -> LastingSession:
+            session = LastingSession(next(numbers))
+            side.sessions[session.number] = cast(Any, session)
+            return session
+
+        monkeypatch.setattr(peer_service, "hello_of", lambda _: peer.PeerHello())
+        monkeypatch.setattr(peer_service, "check_hello", lambda *_: None)
+        monkeypatch.setattr(side, "new_session", new_session)
+        monkeypatch.setattr(side, "session_over", lambda session: side.sessions.pop(session.number))
+
+        async def opened(incarnation: int) -> asyncio.Task[None]:
+            call = asyncio.create_task(service.Session(None, cast(Any, Twin(incarnation))))
+            await asyncio.sleep(0.01)
+            return call
+
+        async def over(call: asyncio.Task[None]) -> None:
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+
+        def warned() -> list[str]:
+            return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+        first, again = await opened(1), await opened(1)
+        assert warned() == []  # it is one daemon
+        await over(again)
+        twin = await opened(2)
+        assert warned() == [
+            "two decode daemons are called 'd': give each a --name of its own, unless one has just died"
+        ]
+        await over(twin)
+        twin = await opened(2)
+        assert len(warned()) == 1, "so soon again"
+        await over(first)
+        now = 120.0
+        await over(twin)
+        last = await opened(3)
+        assert len(warned()) == 1, "it is alone"
+        await over(last)
+        assert service._heard == []
+        await side.close()
+
+    asyncio.run(story())
