@@ -82,7 +82,8 @@ class Pair:
         return blocks, admitted.matched_tokens
 
 
-async def session_up(decode: BlockEngine) -> None:
-    """The engine's daemon has its session."""
-    while [peer.state for peer in side_stats(decode.socket).peers] != ["up"]:
-        await asyncio.sleep(0.02)
+async def session_up(*engines: BlockEngine) -> None:
+    """Each engine's daemon has all of its sessions, at least one: the two ends of one are not up at the same moment."""
+    for engine in engines:
+        while {peer.state for peer in side_stats(engine.socket).peers} != {"up"}:
+            await asyncio.sleep(0.02)

@@ -46,7 +46,7 @@ async def move(stack: Stack, pair: Pair, prompt: Prompt, before: Callable[[], No
     await pair.decode.store(prompt, blocks)
     pair.decode.give_back(blocks)
     other = await another_decode(stack, pair)
-    await session_up(other)
+    await session_up(other, pair.prefill)
     if before is not None:
         before()
     name, blocks = new_name(), other.take(TOKENS)
@@ -61,7 +61,7 @@ async def move(stack: Stack, pair: Pair, prompt: Prompt, before: Callable[[], No
 
 async def moved(stack: Stack, pair: Pair) -> None:
     async with pair:
-        await session_up(pair.decode)
+        await session_up(pair.decode, pair.prefill)
         assert await move(stack, pair, Prompt(TOKENS, 1)) == HELD
         asked, holder = (side_stats(engine.socket) for engine in (pair.prefill, pair.decode))
         assert asked.way_back.elsewhere_tokens == asked.way_back.fetched_tokens == HELD
@@ -105,7 +105,7 @@ def test_what_was_damaged_there_is_computed(stack: Stack, tmp_path: Path) -> Non
     async def run() -> None:
         host = ("--host-bytes", "1MiB", "--host-dir", str(tmp_path))
         async with Pair(stack, *ALWAYS, "--checksums", "on", host=host) as pair:
-            await session_up(pair.decode)
+            await session_up(pair.decode, pair.prefill)
             assert await move(stack, pair, prompt, damage) == 0
             holder = side_stats(pair.decode.socket)
             assert holder.tiers.mismatched_pages == 1 and holder.host.cached == 3

@@ -85,7 +85,7 @@ def test_each_rank_has_its_heads_back(stack: Stack, shares: tuple[Share, Share])
 async def go_back(new: Pair) -> None:
     async with new as pair:
         assert pair.decode.client.welcome.way_back
-        await session_up(pair.decode)
+        await session_up(pair.decode, pair.prefill)
         fetched = 0
         for number, (held, late) in enumerate([(PAGE, 0.0), (5 * PAGE, 0.05), (5 * PAGE + 4, 0.0), (9 * PAGE, 0.2)]):
             prompt, name = Prompt(TOKENS, number), new_name()
