@@ -75,8 +75,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def _warn_of_twins(self, hello: peer.PeerHello) -> None:
         """Says that two decode daemons have one name: what is kept by name, as metrics, is of both. One that has died
         may be there, too, until its session is over."""
-        named = [each for each in self._heard if each.daemon == hello.daemon]
-        if any(each.incarnation != hello.incarnation for each in named):
+        if any(each.daemon == hello.daemon and each.incarnation != hello.incarnation for each in self._heard):
             said = f"two decode daemons are called {hello.daemon!r}: give each a --name of its own"
             if self._said.due(said, self._side.now()):
                 log.warning("%s, unless one has just died", said)
