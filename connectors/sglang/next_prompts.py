@@ -41,9 +41,9 @@ class NextPrompts:
     def _look_up(self, tree: Any, waiting: Sequence[Any]) -> None:
         """Once for each of these, and again where the tree had nothing of it."""
         nodes = {id(each): (each, node) for each, node in self._known}
-        missed = [each for each, node in self._known if node is self._root]
+        lacking = [each for each in waiting if id(each) not in nodes or nodes[id(each)][1] is self._root]
         tokens = 0
-        for each in (*(each for each in waiting if id(each) not in nodes), *missed):
+        for each in sorted(lacking, key=lambda each: id(each) in nodes):  # new ones first
             if tokens >= LOOK_UP_TOKENS:
                 break
             nodes[id(each)] = each, last_node(tree, each.req)

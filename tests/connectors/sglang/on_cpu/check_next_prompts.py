@@ -18,6 +18,7 @@ import torch
 from kvferry.connectors.sglang import engine, next_prompts
 from kvferry.connectors.sglang.next_prompts import NextPrompts
 from kvferry.connectors.sglang.versions import RUN
+from tests.connectors.sglang.engine_on_cpu import cache_params
 
 PAGE, PROMPT_PAGES, CHAT = 16, 8, 10_000  # tokens, pages, and between chats' ids
 
@@ -26,17 +27,6 @@ PAGE, PROMPT_PAGES, CHAT = 16, 8, 10_000  # tokens, pages, and between chats' id
 def run_version(sglang: str) -> None:
     if sglang not in RUN:
         pytest.skip(f"SGLang {sglang} is known by its interfaces alone")
-
-
-def made_tree(pages: int, policy: str = "lru") -> Any:
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.radix_cache import RadixCache
-
-    pool = SimpleNamespace(get_kvcache=lambda: None)
-    allocator = PagedTokenToKVPoolAllocator(pages * PAGE, PAGE, torch.bfloat16, "cpu", pool, False)
-    rows = SimpleNamespace(req_to_token=torch.zeros((4, pages * PAGE), dtype=torch.int32), device="cpu")
-    return RadixCache(CacheInitParams(False, rows, allocator, PAGE, eviction_policy=policy))
 
 
 def waiting(prompt: list[int]) -> Any:
@@ -48,7 +38,9 @@ class Decode:
     """A decode engine's radix cache, and the queue before it. `knows`: it is kvferry's, whose hook is called."""
 
     def __init__(self, pages: int, patches: ExitStack, *, knows: bool = True, policy: str = "lru") -> None:
-        self.tree = made_tree(pages, policy)
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+
+        self.tree = RadixCache(cache_params(pages, PAGE, eviction_policy=policy))
         self.queue: list[Any] = []
         manager = SimpleNamespace(tree=self.tree, next_prompts=NextPrompts(self))
         patches.enter_context(mock.patch.object(engine, "_managers", [manager] if knows else []))
@@ -229,3 +221,9 @@ def test_look_ups_are_bounded_and_made_once(patches: ExitStack, monkeypatch: pyt
     for so_far in (range(3), range(6), range(7), range(7)):
         decode.evict(0)
         assert made == list(so_far)
+    made.clear()
+    decode.queue = [waiting(prompt(20)), waiting(prompt(1))]
+    decode.evict(0)
+    decode.queue = [decode.queue[1], waiting(prompt(2))]
+    decode.evict(0)
+    assert made == [20, 1, 2], "what waits no more is not looked up again, though nothing of it was found"
