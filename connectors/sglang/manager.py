@@ -21,7 +21,6 @@ from kvferry.connectors.lookups import HeldPrefixes
 from kvferry.connectors.sglang import engine, facts
 from kvferry.connectors.sglang.bootstrap import announce, daemon_of, tell_rank
 from kvferry.connectors.sglang.carrier import Carrier
-from kvferry.connectors.sglang.next_prompts import NextPrompts
 from kvferry.connectors.sglang.peers import PeerNames
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import BackendSettings
@@ -54,7 +53,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._scheduler = queue.scheduler
         self._ranks = queue.gloo_group
         self.tree = getattr(queue, "tree_cache", None)  # decode's
-        self.next_prompts = NextPrompts(queue)
         self._device = str(queue.token_to_kv_pool.device)
         self.peers = PeerNames(lambda question: self.carrier.ask(question), daemon_of)
         self.is_prefill = disaggregation_mode == DisaggregationMode.PREFILL

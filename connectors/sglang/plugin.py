@@ -39,7 +39,6 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.create_sender", _give_sender, HookType.AFTER)
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _take_in, HookType.AROUND)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
-        HookRegistry.register("sglang.srt.mem_cache.radix_cache.RadixCache.evict", _touch, HookType.BEFORE)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
         inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
         HookRegistry.register(inflight, _give_back, HookType.BEFORE)
@@ -113,14 +112,6 @@ def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, 
     result = original(request, tree, *args, **kwargs)
     manager.keep_finished(request, tokens, tree)
     return result
-
-
-def _touch(tree: Any, *args: Any, **kwargs: Any) -> None:
-    """Called before a radix cache evicts: a decode engine's may know what comes next."""
-    from kvferry.connectors.sglang.engine import manager_of
-
-    if (manager := manager_of(tree)) is not None:
-        manager.next_prompts.touch(tree)
 
 
 def _tidy(queue: Any, *args: Any, **kwargs: Any) -> None:

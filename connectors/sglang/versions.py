@@ -26,7 +26,6 @@ INTERFACES: dict[str, tuple[tuple[str, ...] | None, ...]] = {
         ("req", "tree_cache", "checkpoint"),
     ),
     f"{_TREES}.radix_cache:RadixCache.match_prefix": (("params",),),
-    f"{_TREES}.radix_cache:RadixCache.evict": (("params",),),
     f"{_TREES}.radix_cache:RadixCache.inc_lock_ref": (("node",),),
     f"{_TREES}.radix_cache:RadixCache.dec_lock_ref": (("node", "params"),),
     f"{_TREES}.unified_radix_cache:UnifiedRadixCache.match_prefix": (("params",),),
