@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -75,6 +76,15 @@ class Body:
     def shows_ids(self) -> bool:
         return bool(self._told("return_token_ids"))
 
+    @cached_property
+    def prompt_ids(self) -> bytes | None:
+        """The prompt's ids as the client has given them, in vLLM's JSON; None: who has read the prompt knows them."""
+        if "messages" in self.fields or self._told("truncate_prompt_tokens") is not None:
+            return None
+        prompt = bytes(self.fields.get("prompt", b"")).translate(None, b" \t\r\n")
+        is_flat = prompt.startswith(b"[") and prompt.count(b"[") == 1 and not prompt.translate(None, b"[0123456789,]")
+        return prompt if is_flat else None
+
     @property
     def asks_one_token(self) -> bool:
         most = self._told("max_completion_tokens") if "messages" in self.fields else None
@@ -96,8 +106,12 @@ class Body:
         return self.first_token({"do_remote_decode": True, "kvferry_request": request_id.hex()})
 
     def first_token(self, kv_transfer_params: dict[str, object]) -> bytes:
-        """The request for no more than its first token, in one piece, sampled as that of the whole reply."""
-        fields = {name: value for name, value in self.fields.items() if name not in ("stream_options", "min_tokens")}
+        """The request for no more than its first token, in one piece, sampled as that of the whole reply. Ids of the
+        prompt that are known are not said back: to write 9,000 takes vLLM 1.3 ms, and the others' answers as long."""
+        without = {"stream_options", "min_tokens"}
+        if self.streamed and self.shows_ids and self.prompt_ids is not None:
+            without.add("return_token_ids")
+        fields = {name: value for name, value in self.fields.items() if name not in without}
         fields |= {"stream": b"false", "max_tokens": b"1"}
         if self._told("min_tokens"):
             fields["min_tokens"] = b"1"

@@ -94,9 +94,10 @@ class SentToken:
     prompt_tokens: int
 
 
-def first_token_of(answer: PrefillAnswer, *, shows_ids: bool) -> SentToken | None:
+def first_token_of(answer: PrefillAnswer, *, shows_ids: bool, prompt_ids: bytes | None = None) -> SentToken | None:
     """What can be sent before decode has said anything. None: the answer is not one whole token of plain text behind
-    which the reply goes on. shows_ids: the client has asked for them."""
+    which the reply goes on. shows_ids: the client has asked for them. prompt_ids: the prompt's, where they are known
+    and prefill was not asked for ids."""
     if len(answer.choices) != 1:
         return None
     choice = answer.choices[0]
@@ -106,12 +107,15 @@ def first_token_of(answer: PrefillAnswer, *, shows_ids: bool) -> SentToken | Non
         return None
     if text is None or text.endswith(REPLACED) or (not text and not shows_ids):
         return None
+    told = answer.kv_transfer_params.kvferry_first_token if answer.kv_transfer_params is not None else None
+    if prompt_ids is not None:
+        choice.prompt_token_ids = msgspec.Raw(prompt_ids)
+        ids = None if told is None else [told]
     if shows_ids and (ids is None or len(ids) != 1):
         return None
     shown = ids if shows_ids else None
     events = _text_event(answer, text, shown) if message is None else _chat_events(answer, message.role, text, shown)
-    told = answer.kv_transfer_params
-    token = shown[0] if shown else told.kvferry_first_token if told is not None else None
+    token = shown[0] if shown else told
     usage = answer.usage or _Usage()
     return SentToken(text, events, token, shows_ids, usage.prompt_tokens)
 

@@ -63,6 +63,10 @@ class Engine:
         await self.may_answer.wait()
         return JSONResponse(self.whole(body, request.url.path == CHAT))
 
+    def ids_of(self, body: Json) -> list[int]:
+        given = body.get("prompt")
+        return given if isinstance(given, list) else [*range(self.prompt_tokens)]
+
     def head(self, chat: bool) -> Json:
         return {"id": "x", "object": "chat.completion.chunk" if chat else "text_completion", "created": 1, "model": "m"}
 
@@ -72,7 +76,7 @@ class Engine:
         choice |= {"message": {"role": "assistant", "content": text, "reasoning": None}} if chat else {"text": text}
         ids = body.get("return_token_ids")
         choice |= {"token_ids": [0] if ids else None}
-        prompt: Json = {"prompt_token_ids": [*range(self.prompt_tokens)] if ids else None}
+        prompt: Json = {"prompt_token_ids": self.ids_of(body) if ids else None}
         choice |= {} if chat else prompt
         told: Json = prompt if chat else {}
         told |= {"usage": {"prompt_tokens": self.prompt_tokens, "total_tokens": 13, "completion_tokens": 1}}
@@ -82,7 +86,7 @@ class Engine:
 
     async def chunks(self, body: Json, chat: bool) -> AsyncIterator[bytes]:
         ids, goes_on = body.get("return_token_ids"), "kv_transfer_params" not in body and bool(self.behind)
-        words, prompt = (self.behind, self.prompt_behind) if goes_on else (self.words, [*range(self.prompt_tokens)])
+        words, prompt = (self.behind, self.prompt_behind) if goes_on else (self.words, self.ids_of(body))
 
         def event(choice: Json, **more: object) -> bytes:
             choices = [{"index": 0, **choice}] if choice else []
@@ -199,6 +203,7 @@ def test_the_token_comes_before_decode_says_a_word_and_the_stream_is_decodes(pat
                 got += b"".join([piece async for piece in pieces])
             assert got == await direct(w.decode, asked, path), "byte for byte what one server says"
             assert w.ended("met") == 1
+            assert bool(w.prefill.asked[0].get("return_token_ids")) is (ids and path == CHAT)
 
     asyncio.run(run())
 

@@ -67,3 +67,29 @@ def test_the_first_token_is_sampled_as_that_of_the_whole_reply(least: bytes, ask
     assert half.pop("min_tokens", None) == asked
     del half["kv_transfer_params"]
     assert half == {"max_tokens": 1, "seed": 3, "stream": False, "stop": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        (b'"prompt": [1, 2,\n3]', False),
+        (b'"prompt": []', False),
+        (b'"prompt": "text"', True),
+        (b'"prompt": [[1, 2]]', True),
+        (b'"prompt": [1, -2]', True),
+        (b'"prompt": [1, 2e0]', True),
+        (b'"prompt": [1, 2], "truncate_prompt_tokens": 1', True),
+        (b'"prompt": [1, 2], "messages": []', True),
+        (b'"prompt": [1, 2], "stream": false', True),
+        (b'"messages": []', True),
+    ],
+)
+def test_prefill_is_asked_for_the_prompts_ids_only_where_nobody_here_knows_them(fields: bytes, asked: bool) -> None:
+    body = parse_body(b'{"stream": true, "return_token_ids": true, ' + fields + b"}")
+    assert ("return_token_ids" in json.loads(body.for_prefill(bytes(16)))) is asked
+    assert json.loads(body.for_decode(bytes(16), "p"))["return_token_ids"]
+
+
+def test_ids_that_are_known_are_said_as_vllm_says_them() -> None:
+    body = parse_body(b'{"stream": true, "prompt": [1, 2,\n 3]}')
+    assert body.prompt_ids == b"[1,2,3]"

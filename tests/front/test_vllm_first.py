@@ -179,6 +179,17 @@ def test_a_completions_first_token_is_said_with_its_ids() -> None:
     )
 
 
+def test_ids_that_the_front_end_knows_need_not_come_from_prefill() -> None:
+    answer = parse_answer(answered(choice={"message": None, "text": "Hi"}))
+    assert answer is not None
+    got = first_token_of(answer, shows_ids=True, prompt_ids=b"[1,2]")
+    assert got is not None and got.token == 9 and got.shown
+    assert got.events.endswith(b'"prompt_token_ids":[1,2],"token_ids":[9]}]}\n\n')
+    unnamed = parse_answer(answered(choice={"message": None, "text": "Hi"}, kv_transfer_params={}))
+    assert unnamed is not None
+    assert first_token_of(unnamed, shows_ids=True, prompt_ids=b"[1,2]") is None
+
+
 @pytest.mark.parametrize(
     "choice",
     [
