@@ -63,10 +63,6 @@ class Engine:
         await self.may_answer.wait()
         return JSONResponse(self.whole(body, request.url.path == CHAT))
 
-    def ids_of(self, body: Json) -> list[int]:
-        given = body.get("prompt")
-        return given if isinstance(given, list) else [*range(self.prompt_tokens)]
-
     def head(self, chat: bool) -> Json:
         return {"id": "x", "object": "chat.completion.chunk" if chat else "text_completion", "created": 1, "model": "m"}
 
@@ -76,7 +72,7 @@ class Engine:
         choice |= {"message": {"role": "assistant", "content": text, "reasoning": None}} if chat else {"text": text}
         ids = body.get("return_token_ids")
         choice |= {"token_ids": [0] if ids else None}
-        prompt: Json = {"prompt_token_ids": self.ids_of(body) if ids else None}
+        prompt: Json = {"prompt_token_ids": [*range(self.prompt_tokens)] if ids else None}
         choice |= {} if chat else prompt
         told: Json = prompt if chat else {}
         told |= {"usage": {"prompt_tokens": self.prompt_tokens, "total_tokens": 13, "completion_tokens": 1}}
@@ -86,7 +82,7 @@ class Engine:
 
     async def chunks(self, body: Json, chat: bool) -> AsyncIterator[bytes]:
         ids, goes_on = body.get("return_token_ids"), "kv_transfer_params" not in body and bool(self.behind)
-        words, prompt = (self.behind, self.prompt_behind) if goes_on else (self.words, self.ids_of(body))
+        words, prompt = (self.behind, self.prompt_behind) if goes_on else (self.words, [*range(self.prompt_tokens)])
 
         def event(choice: Json, **more: object) -> bytes:
             choices = [{"index": 0, **choice}] if choice else []
@@ -163,11 +159,8 @@ async def world(words: list[str] | None = None, **settings: object) -> AsyncIter
 
 
 def streams(path: str = CHAT, **fields: object) -> Json:
-    asked = ask(stream=True, **fields)
-    if path == TEXT:
-        del asked["messages"]
-        asked = {"prompt": [5, 6], **asked}
-    return asked
+    prompt = {"messages": ask()["messages"]} if path == CHAT else {"prompt": [*range(12)]}
+    return {**prompt, "model": "m", "max_tokens": 9, "stream": True, **fields}
 
 
 async def read(w: Place3, asked: Json, path: str = CHAT) -> tuple[bytes, bool]:
@@ -304,7 +297,7 @@ def test_a_thought_that_prefill_called_content_is_not_gone_on_from(caplog: pytes
 @pytest.mark.parametrize(
     ("path", "fields", "goes_on_from"),
     [
-        (TEXT, {"max_tokens": 9, "min_tokens": 3}, {"prompt": [5, 6, 0], "max_tokens": 8, "min_tokens": 2}),
+        (TEXT, {"max_tokens": 9, "min_tokens": 3}, {"prompt": [*range(12), 0], "max_tokens": 8, "min_tokens": 2}),
         (TEXT, {"prompt": "A ", "max_tokens": None}, {"prompt": "A Fer", "max_tokens": 15}),
         (CHAT, {"max_completion_tokens": 7}, {"max_completion_tokens": 6, "continue_final_message": True}),
     ],
