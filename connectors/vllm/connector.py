@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connectors.lookups import HeldPrefixes
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-vllm_versions.check(KVConnectorBase_V1, vllm.__version__)
+vllm_versions.check(KVConnectorBase_V1, kv_cache_utils, vllm.__version__)
 
 _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE_DECODE}
 

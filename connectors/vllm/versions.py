@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 TESTED = ("0.26.0", "0.32.0")
@@ -16,6 +17,7 @@ HOOKS = {
     "build_connector_meta": ("scheduler_output",),
     "update_connector_output": ("connector_output",),
     "on_new_request": ("request",),
+    "request_finished": ("request", "block_ids"),
     "bind_gpu_block_pool": ("gpu_block_pool",),
     "bind_connector_metadata": ("connector_metadata",),
     "register_kv_caches": ("kv_caches",),
@@ -26,25 +28,36 @@ HOOKS = {
     "get_finished": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "build_connector_worker_meta": (),
+    "get_kv_connector_stats": (),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     "reset_cache": (),
     "shutdown": (),
 }
+
+# What is called of vLLM's once a request has an image, an adapter, a salt or embeddings: not at load.
+KEYS = {"generate_block_hash_extra_keys": ("request", "start_token_idx", "end_token_idx", "start_mm_idx")}
 
 
 class InterfaceDiffers(ImportError):
     """The installed vLLM calls connectors in another way."""
 
 
-def check(base: type[Any], version: str) -> None:
-    """InterfaceDiffers says what is missing and what to do; a version that nobody tried gets a warning."""
-    for name, arguments in HOOKS.items():
-        hook = getattr(base, name, None)
-        found = tuple(inspect.signature(hook).parameters)[1:] if hook is not None else None
-        if found != arguments:
-            shown = "is not there" if found is None else f"takes ({', '.join(found)}), not ({', '.join(arguments)})"
-            raise InterfaceDiffers(
-                f"kvferry.connectors.vllm was run with vLLM {', '.join(TESTED)}; in the installed {version} "
-                f"KVConnectorBase_V1.{name} {shown}: install vLLM {TESTED[-1]}, or a kvferry that names {version}"
-            )
+def check(base: type[Any], kv_cache_utils: object, version: str) -> None:
+    """InterfaceDiffers says what is missing and what to do; a version that nobody tried gets a warning. `base`:
+    KVConnectorBase_V1; `kv_cache_utils`: vLLM's module of that name."""
+    for owner, where, names in ((base, "KVConnectorBase_V1", HOOKS), (kv_cache_utils, "kv_cache_utils", KEYS)):
+        for name, arguments in names.items():
+            found = _arguments_of(getattr(owner, name, None))
+            if found != arguments:
+                shown = "is not there" if found is None else f"takes ({', '.join(found)}), not ({', '.join(arguments)})"
+                raise InterfaceDiffers(
+                    f"kvferry.connectors.vllm was run with vLLM {', '.join(TESTED)}; in the installed {version} "
+                    f"{where}.{name} {shown}: install vLLM {TESTED[-1]}, or a kvferry that names {version}"
+                )
     if version.split("+")[0] not in TESTED:
         _log.warning("kvferry's connector was run with vLLM %s, not with %s", ", ".join(TESTED), version)
+
+
+def _arguments_of(called: Callable[..., object] | None) -> tuple[str, ...] | None:
+    return None if called is None else tuple(name for name in inspect.signature(called).parameters if name != "self")

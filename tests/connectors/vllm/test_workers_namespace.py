@@ -22,7 +22,7 @@ from kvferry.connectors.vllm.versions import TESTED
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from tests.connectors.scheduling import Daemon
 from tests.connectors.vllm.test_caches import BLOCK, LATENT, NAMES, MLAAttentionSpec, drafts, engine, kv
-from tests.connectors.vllm.test_versions import base_with
+from tests.connectors.vllm.test_versions import UTILS, base_with
 
 RANKS = 2
 OURS = "kvferry.connectors.vllm."
@@ -75,6 +75,7 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
             "KVConnectorRole": SimpleNamespace(SCHEDULER=SCHEDULER, WORKER=WORKER),
         },
         f"{transfer}.kv_connector.v1.metrics": {name: parts[name] for name in parts if name not in names},
+        "vllm.v1.core": {"kv_cache_utils": UTILS},
         "vllm.v1.metrics.utils": {"create_metric_per_engine": None},
         "vllm.v1.outputs": {"KVConnectorOutput": SimpleNamespace},
     }
