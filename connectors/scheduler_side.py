@@ -160,6 +160,7 @@ class SchedulerSide:
         self._epoch = epoch
         self._default_prefill = default_prefill
         self._looks_ahead = looks_ahead  # a token's KV is also of the token behind it
+        self._others_load = False  # into the engine's blocks
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self.shares_blocks = True  # the engine finds blocks that another request has filled
         self.put_off_seconds = 15.0  # that a load may be put off for others
@@ -266,7 +267,13 @@ class SchedulerSide:
         have any of it is fetched or kept. Requests that have none, or gave it back, are named anew. `emptied`: the
         engine holds no block, and finds none. Else the epoch has no name, the answer is False, and the reset is to be
         tried again: what the engine itself still finds would be taken for the new weights'."""
-        self._epoch.advance(named=emptied)
+        if not emptied:
+            _log.warning("the engine has blocks of before: its caches are not reset, and that is to be tried again")
+        self._begin_epoch(named=emptied and not self._others_load)
+        return emptied
+
+    def _begin_epoch(self, *, named: bool) -> None:
+        self._epoch.advance(named=named)
         for tracked in self._tracked.values():
             if _holds(tracked) or tracked.begun:
                 tracked.alone = tracked.settled = tracked.unsent = True
@@ -275,7 +282,14 @@ class SchedulerSide:
         self._orders.append(Forget())
         self._view.flush()
         self.counts.resets += 1
-        return emptied
+
+    def hear_of_other_loads(self) -> None:
+        """Another connector loads into the engine's blocks, and may have kept over a reset what is of other weights:
+        behind one, no other engine finds what this one computes."""
+        self._others_load = True
+        if self._epoch.name:
+            _log.warning("another connector loads behind a reset to %r: that name is left", self._epoch.name)
+            self._begin_epoch(named=False)
 
     # -- for the roles ---------------------------------------------------------------------------------------------
 

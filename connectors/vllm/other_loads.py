@@ -16,6 +16,7 @@ class OtherLoads:
 
     def __init__(self) -> None:
         self.awaits_step = False  # `step` has anything to do
+        self.loaded = False  # some were, whenever
         self.within_steps = False  # some were: whether they failed is known when their step is over, to vLLM alone
         self._held: dict[str, int] = {}  # tokens that the engine had when it asked
         self._allocated: list[tuple[Request, int]] = []  # since the last step, and the tokens that are accounted for
@@ -37,6 +38,7 @@ class OtherLoads:
         for request, accounted in self._allocated:
             if request.num_computed_tokens <= accounted:
                 continue
+            self.loaded = True
             if request.request_id in scheduled:
                 self.within_steps = True
             else:

@@ -66,6 +66,14 @@ def test_a_reset_that_is_not_whole_takes_no_name() -> None:
     assert ours.root == theirs.root, "it is there for the next try"
 
 
+def test_a_name_that_cannot_be_taken_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    ours = epoch("step 1", "step 1")
+    ours.advance(named=True)
+    assert "was named" not in caplog.text
+    ours.advance(named=True)
+    assert "an epoch was named 'step 1' before" in caplog.text
+
+
 def names(side: SchedulerSide, daemon: Daemon, request: Request) -> bytes:
     """The digests by which it is looked up."""
     daemon.asked.clear()
@@ -264,3 +272,24 @@ def test_a_request_that_cannot_be_named_stays_alone() -> None:
     side.new_request(request)
     assert side.reset(emptied=True)
     assert side.matched(request, 0) == (0, False)
+
+
+def test_what_another_connector_loads_behind_a_reset_is_found_by_no_other_engine() -> None:
+    """It may have kept over the reset what is of other weights; the engine's own cache has it, too, from then on."""
+    side, daemon = decode(Daemon(), weights="step 7"), Daemon()
+    side.hear_of_other_loads()
+    assert side.counts.resets == 0, "there was no reset that it could have missed"
+    side = decode(daemon, weights="step 7")
+    assert side.reset(emptied=True)
+    named = names(side, daemon, Request("a", 61))
+    loaded = Request("b", 61)
+    loaded.num_computed_tokens = 48
+    side.new_request(loaded)
+    side.hear_of_other_loads()
+    side.hear_of_other_loads()
+    assert side.counts.resets == 2 and daemon.flushed == 2
+    assert side.finished(loaded, blocks(61)) == (False, None), "it is stored"
+    own = names(side, daemon, Request("c", 61))
+    assert own[:DIGEST_BYTES] != named[:DIGEST_BYTES], "under the name that others have"
+    assert side.reset(emptied=True)
+    assert names(side, daemon, Request("d", 61))[:DIGEST_BYTES] not in (own[:DIGEST_BYTES], named[:DIGEST_BYTES])

@@ -174,6 +174,18 @@ def test_beside_other_connectors_the_first_steps_news_say_it(process: Process) -
     assert scheduler._view.namespaces[1:] == [worker._facts.id]
 
 
+def test_the_schedulers_half_hears_of_what_other_connectors_load(process: Process) -> None:
+    scheduler = half(SCHEDULER)
+    step = SimpleNamespace(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1, preempted_req_ids=None)
+    for computed, named in ((16, True), (40, False)):
+        scheduler._scheduler._epoch.name = "step 7"
+        request = SimpleNamespace(request_id="a", num_computed_tokens=computed)
+        scheduler._others.asked(request, 16)
+        scheduler._others.allocated(request, 0)
+        scheduler.build_connector_meta(step)
+        assert bool(scheduler._scheduler._epoch.name) is named
+
+
 def test_of_a_vllm_that_is_none_nothing_is_left() -> None:
     def there() -> dict[str, object]:
         ours = {name: vars(kvferry.connectors.vllm).get(name) for name in OF_VLLM}
