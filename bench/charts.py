@@ -131,8 +131,8 @@ def compared(axis: Any, drawn: Sequence[Case], title: str) -> None:
 def bytes_ttft(results: Path) -> Figure:
     figure = Figure(figsize=(7.2, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 4))
-    compared(left, moved_megabytes(results), "MB moved, chats of 5 turns")
-    compared(right, first_token_milliseconds(results), "time to first token, ms (p50), by requests at a time")
+    compared(left, moved_megabytes(results), "MB moved, 5 turns, on CPUs")
+    compared(right, first_token_milliseconds(results), "time to first token, ms (p50), H100s, by requests at a time")
     left.legend(*left.get_legend_handles_labels(), frameon=False, loc="upper right", fontsize=8)
     return figure
 
