@@ -15,20 +15,34 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import vllm
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connectors.vllm.connector import KVFerryConnector
+from kvferry.connectors.vllm.versions import Call, check_calls
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
+
+check_calls(
+    vllm.__version__,
+    Call(Scheduler, "update_from_output", ("scheduler_output", "model_runner_output")),
+    Call(Scheduler, "_update_from_kv_xfer_finished", ("kv_connector_output",)),
+    Call(Scheduler, "_update_request_with_output", ("request", "new_token_ids")),
+    Call(Scheduler, "finish_requests", ("request_ids", "finished_status")),
+    Call(KVCacheManager, "allocate_slots", ("request", "num_new_tokens", "num_lookahead_tokens", "delay_cache_blocks")),
+    Call(KVCacheManager, "cache_blocks", ("request", "num_computed_tokens")),
+    Call(KVCacheManager, "estimate_cached_tokens", ("request",)),
+    *(Call(Request, name) for name in ("take_prefill_stats", "take_events", "get_finished_reason", "record_event")),
+)
 
 
 class KVFerryScheduler(Scheduler):  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 TESTED = ("0.26.0", "0.32.0")
 _log = logging.getLogger(__name__)
@@ -36,28 +36,49 @@ HOOKS = {
 }
 
 # What is called of vLLM's once a request has an image, an adapter, a salt or embeddings: not at load.
-KEYS = {"generate_block_hash_extra_keys": ("request", "start_token_idx", "end_token_idx", "start_mm_idx")}
+KEYS = "generate_block_hash_extra_keys", ("request", "start_token_idx", "end_token_idx", "start_mm_idx")
 
 
 class InterfaceDiffers(ImportError):
     """The installed vLLM calls connectors in another way."""
 
 
+class Call(NamedTuple):
+    """A function of a class or module of vLLM's, and the names of arguments that it is to have."""
+
+    owner: object
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
 def check(base: type[Any], kv_cache_utils: object, version: str) -> None:
     """InterfaceDiffers says what is missing and what to do; a version that nobody tried gets a warning. `base`:
     KVConnectorBase_V1; `kv_cache_utils`: vLLM's module of that name."""
-    for owner, where, names in ((base, "KVConnectorBase_V1", HOOKS), (kv_cache_utils, "kv_cache_utils", KEYS)):
-        for name, arguments in names.items():
-            found = _arguments_of(getattr(owner, name, None))
-            if found != arguments:
-                shown = "is not there" if found is None else f"takes ({', '.join(found)}), not ({', '.join(arguments)})"
-                raise InterfaceDiffers(
-                    f"kvferry.connectors.vllm was run with vLLM {', '.join(TESTED)}; in the installed {version} "
-                    f"{where}.{name} {shown}: install vLLM {TESTED[-1]}, or a kvferry that names {version}"
-                )
+    for name, arguments in HOOKS.items():
+        found = _arguments_of(getattr(base, name, None))
+        if found != arguments:
+            raise _differs(version, f"KVConnectorBase_V1.{name}", found, arguments)
+    check_calls(version, Call(kv_cache_utils, *KEYS))
     if version.split("+")[0] not in TESTED:
         _log.warning("kvferry's connector was run with vLLM %s, not with %s", ", ".join(TESTED), version)
 
 
+def check_calls(version: str, *calls: Call) -> None:
+    """InterfaceDiffers where the installed vLLM cannot be called so."""
+    for call in calls:
+        found = _arguments_of(getattr(call.owner, call.name, None))
+        if found is None or not set(call.arguments) <= set(found):
+            where = getattr(call.owner, "__name__", "vllm").rpartition(".")[2]
+            raise _differs(version, f"{where}.{call.name}", found, call.arguments)
+
+
 def _arguments_of(called: Callable[..., object] | None) -> tuple[str, ...] | None:
     return None if called is None else tuple(name for name in inspect.signature(called).parameters if name != "self")
+
+
+def _differs(version: str, where: str, found: tuple[str, ...] | None, wanted: tuple[str, ...]) -> InterfaceDiffers:
+    shown = "is not there" if found is None else f"takes ({', '.join(found)}), not ({', '.join(wanted)})"
+    return InterfaceDiffers(
+        f"kvferry.connectors.vllm was run with vLLM {', '.join(TESTED)}; in the installed {version} "
+        f"{where} {shown}: install vLLM {TESTED[-1]}, or a kvferry that names {version}"
+    )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connectors.vllm.versions import HOOKS, KEYS, TESTED, InterfaceDiffers, check
+from kvferry.connectors.vllm.versions import HOOKS, KEYS, TESTED, Call, InterfaceDiffers, check, check_calls
 
 
 def base_with(**changed: tuple[str, ...] | None) -> type:
@@ -24,7 +24,7 @@ def base_with(**changed: tuple[str, ...] | None) -> type:
 def keys(request: object, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> None: ...
 
 
-UTILS = SimpleNamespace(**dict.fromkeys(KEYS, keys))
+UTILS = SimpleNamespace(**{KEYS[0]: keys})
 
 
 def test_the_interface_that_was_run_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
@@ -49,8 +49,15 @@ def test_other_arguments_are_named() -> None:
 
 
 def test_what_names_tokens_beside_their_ids_is_looked_for_before_a_request_needs_it() -> None:
-    with pytest.raises(InterfaceDiffers, match=r"9\.9 kv_cache_utils\.generate_block_hash_extra_keys is not there"):
+    with pytest.raises(InterfaceDiffers, match=r"9\.9 vllm\.generate_block_hash_extra_keys is not there"):
         check(base_with(), SimpleNamespace(), "9.9")
+
+
+def test_what_is_called_may_take_more_but_not_less() -> None:
+    call = Call(SimpleNamespace(called=lambda request, tokens, more=0: None), "called", ("request", "tokens"))
+    check_calls("9.9", call)
+    with pytest.raises(InterfaceDiffers, match=r"called takes \(request, tokens, more\), not \(request, blocks\)"):
+        check_calls("9.9", call, call._replace(arguments=("request", "blocks")))
 
 
 def test_the_installed_vllm_has_it() -> None:
