@@ -17,9 +17,10 @@ Systems are started one after the other, and the other way round on every second
 itself and none is always the first. With `--together`, where GPU memory has room for them, all are up at once and idle
 but for the one that is asked: they differ less in what the machine does meanwhile. `--decode-cache`: the share of one
 round's tokens that the decode engine's blocks hold; `host` is a third, and kvferry's host tier. The working set is that
-of the largest `--at-once` of a call. Cells are measured with young caches and, with `--wrap`, once more when twice as
-many tokens as they hold have passed; with `--cold`, once more where prefill's engine forgets all before each turn. A
-run is appended to `--output`; a call may hold any part of the cells.
+of the largest `--at-once` of a call, or of its `--population`: so many chats take turns, `--at-once` of them at a time.
+Cells are measured with young caches and, with `--wrap`, once more when twice as many tokens as they hold have passed;
+with `--cold`, once more where prefill's engine forgets all before each turn. A run is appended to `--output`; a call
+may hold any part of the cells.
 
 Behind each cell's table stands where the milliseconds to the first token are, in the mean: rows follow each other and
 sum to TTFT. "front end" is what is outside of the servers, the servers' own are what is neither queue nor steps;
@@ -72,7 +73,7 @@ def token_bytes(model: Path) -> int:
 
 def working_tokens(args: argparse.Namespace) -> int:
     """Of the largest working set of the call."""
-    return max(args.at_once) * Shape(args.first, args.more, args.turns, max(args.tokens_out)).tokens
+    return max(*args.at_once, args.population) * Shape(args.first, args.more, args.turns, max(args.tokens_out)).tokens
 
 
 def check_room(args: argparse.Namespace, cache: str) -> None:
@@ -199,11 +200,11 @@ class Running:
 
     def cell(self, key: Key, args: argparse.Namespace) -> dict[str, Any]:
         """Measured once, as a row."""
-        rounds = max(1, round(args.requests / (key.at_once * (args.turns - 1))))
+        rounds = max(1, round(args.requests / (max(key.at_once, key.population) * (args.turns - 1))))
         shape = Shape(args.first, args.more, args.turns, key.output)
         before, began = cpu_seconds(self.cluster), time.monotonic()
         between = self.forget if key.state == "cold" else nothing
-        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds, between))
+        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds, between, key.population))
         seconds = time.monotonic() - began
         cores = {name: (each - before.get(name, 0)) / seconds for name, each in cpu_seconds(self.cluster).items()}
         row = {"system": self.system, "key": asdict(key), "got": asdict(got)}
@@ -238,7 +239,7 @@ def measure(there: list[Running], cache: str, args: argparse.Namespace, console:
                 wrap(each.cluster, each.url, each.spec, args, each_token)
         for at_once in args.at_once:
             for output in args.tokens_out:
-                key = Key(cache, state, at_once, output, args.ranks)
+                key = Key(cache, state, at_once, output, args.ranks, args.population)
                 for number in range(visits):
                     for each in there if number % 2 == 0 else there[::-1]:
                         row = each.cell(key, args)
@@ -305,6 +306,7 @@ def main() -> int:
     runs.add_argument("--tokens-out", nargs="+", type=int, default=[16, 128], metavar="N")
     runs.add_argument("--decode-cache", nargs="+", choices=tuple(SHARES), default=["all"])
     runs.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
+    runs.add_argument("--population", type=int, default=0, metavar="CHATS", help="of a round; 0: those asked at a time")
     runs.add_argument("--visits", type=int, default=2, help="of each system")
     runs.add_argument("--requests", type=int, default=200, help="of a cell, in each visit, about")
     runs.add_argument("--wrap", action="store_true")

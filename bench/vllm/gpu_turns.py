@@ -96,10 +96,10 @@ class Measured:
         second = [[gap] for gap in kept.get("second_ms", [])]
         return Measured(**{"gaps_ms": second, **{name: each for name, each in kept.items() if name != "second_ms"}})
 
-    def turn_ms(self, turn: int, of: int, at_once: int) -> list[float]:
-        """TTFT of a turn, the first is 0, of chats that have `of`."""
+    def turn_ms(self, turn: int, of: int, chats: int) -> list[float]:
+        """TTFT of a turn, the first is 0, of rounds of so many chats that have `of`."""
         later = enumerate(self.ttft_ms)
-        return self.first_ms if turn == 0 else [each for n, each in later if n // at_once % (of - 1) == turn - 1]
+        return self.first_ms if turn == 0 else [each for n, each in later if n // chats % (of - 1) == turn - 1]
 
 
 async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], body: bytes) -> Answer:
@@ -132,12 +132,20 @@ async def drive(
     shape: Shape,
     rounds: int,
     between: Callable[[httpx.AsyncClient], Awaitable[None]] = nothing,
+    population: int = 0,
 ) -> Measured:
-    """`at_once` chats side by side, turn by turn, with `between` awaited between two; other chats in each round."""
-    done, ids = Measured(), random.Random(secrets.randbits(64))
+    """`at_once` chats side by side, or so many of a `population` of them, turn by turn, with `between` awaited between
+    two; other chats in each round."""
+    done, ids, count = Measured(), random.Random(secrets.randbits(64)), max(at_once, population)
+    places = asyncio.Semaphore(at_once)
+
+    async def in_turn(prompt: list[int], body: bytes) -> Answer:
+        async with places:
+            return await ask(client, url, prompt, body)
+
     async with httpx.AsyncClient(timeout=httpx.Timeout(300.0), trust_env=False) as client:
         for _ in range(rounds):
-            chats = [fresh(ids, shape.first) for _ in range(at_once)]
+            chats = [fresh(ids, shape.first) for _ in range(count)]
             spent, before = 0.0, {}
             for turn in range(shape.turns):
                 if turn == 1:
@@ -146,7 +154,7 @@ async def drive(
                     await between(client)
                 bodies = [body_of(chat, shape.output) for chat in chats]
                 began = time.perf_counter()
-                answers = await asyncio.gather(*(ask(client, url, *each) for each in zip(chats, bodies, strict=True)))
+                answers = await asyncio.gather(*(in_turn(*each) for each in zip(chats, bodies, strict=True)))
                 spent += (time.perf_counter() - began) if turn else 0.0
                 (done.ttft_ms if turn else done.first_ms).extend(answer.ttft_ms for answer in answers)
                 done.gaps_ms += [answer.gaps_ms for answer in answers if turn]
@@ -154,7 +162,7 @@ async def drive(
                 for chat, answer in zip(chats, answers, strict=True):
                     chat += answer.ids + fresh(ids, shape.more)
             if shape.turns > 1:
-                done.per_second.append(at_once * (shape.turns - 1) / spent)
+                done.per_second.append(count * (shape.turns - 1) / spent)
                 await settled()
                 for name, value in growth(before, await said(client, cluster)).items():
                     done.told.setdefault(name, []).append(value)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -106,6 +106,27 @@ def test_a_turn_has_the_first_tokens_of_all_its_chats_in_every_round(compare: Mo
     assert [got.turn_ms(turn, 4, 2) for turn in range(4)] == [
         [10.0 * (turn + 1) + each for each in (1.0, 2.0, 101.0, 102.0)] for turn in range(4)
     ]
+
+
+def test_of_a_population_so_many_are_asked_at_a_time(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, running, most = sys.modules["gpu_turns"], 0, 0
+
+    async def ask(client: object, url: str, prompt: list[int], body: bytes) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return turns.Answer(float(len(prompt)), [1.0], [7, 8])
+
+    monkeypatch.setattr(turns, "ask", ask)
+    cluster = SimpleNamespace(engines={}, daemons=())
+    shape = turns.Shape(first=10, more=5, turns=3, output=2)
+    got = asyncio.run(turns.drive(cluster, "http://any", 2, shape, 1, population=5))
+    assert most == 2 and got.first_ms == [10.0] * 5
+    assert got.turn_ms(1, 3, 5) == [17.0] * 5 and got.turn_ms(2, 3, 5) == [24.0] * 5
+    key = compare.Key("half", "young", 2, 2, population=5)
+    assert str(key) == "2 of 5 chats at a time, 2 tokens out, decode cache half, young"
 
 
 def test_an_answer_has_a_gap_behind_each_token_but_the_last(compare: ModuleType) -> None:
