@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 from chat import Comparison, Messages, Reply, body, new_client, one_server, said, streamed, user_text
-from cluster import Cluster, Engine, Log, Spec, ranks_of
+from cluster import SCHEDULER, Cluster, Engine, Log, Spec, ranks_of
 from compare import done_by
 
 from kvferry.daemon.cli.stack import Process
@@ -309,6 +309,7 @@ def main() -> int:
     parser.add_argument("--pool", choices=("daemon", "engine"), default="daemon", help="whose it is")
     parser.add_argument("--pool-bytes", default=Spec().pool_bytes, help="of each daemon")
     parser.add_argument("--host-bytes", default=Spec().host_bytes, help="of the host tier of decode's")
+    parser.add_argument("--first-token", choices=("decode", "prefill"), default="decode", help="whose is streamed")
     parser.add_argument(
         "--rank-kills", type=int, default=0, metavar="N", help="processes of ranks, of decode and of prefill by turns"
     )
@@ -332,6 +333,8 @@ def main() -> int:
         wanted = Wanted(alone, others)
     spec = Spec(decode_blocks=args.decode_blocks, ranks=ranks, dp=args.dp, pool=args.pool)
     spec = replace(spec, pool_bytes=args.pool_bytes, host_bytes=args.host_bytes, extra={"deadline_seconds": 20.0})
+    if args.first_token == "prefill":
+        spec = replace(spec, first_token="prefill", decode_flags=SCHEDULER)
     with Cluster(spec) as cluster:
         cluster.kvferry()
         faults = Faults(args.aborts, args.restarts, args.stops, args.rank_kills)

@@ -24,7 +24,8 @@ _REMEDIES = {
     "geometry.layout": "configure the same page layout on both sides",
     "geometry.head_runs": "install the same connector on both sides",
     "geometry.further": "serve the same model on both sides, with the same kvferry: an older one knows one cache alone",
-    "engine_layout": "run the same engine with the same block size, KV dtype and kind of processor on both sides",
+    "engine_layout": "run the same engine on the same kind of processor, with the same order within a block (GPUs: "
+    "VLLM_KV_CACHE_LAYOUT; CPUs: --block-size) and --kv-cache-dtype on both sides",
     "digest_tokens": "give both engines the same hash block size",
     "kv_scales": "serve a checkpoint with the same scales of the KV cache on both sides",
     "speculative": "give both engines the same --speculative-config, and install the same kvferry",
