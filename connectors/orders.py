@@ -142,7 +142,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The engine's weights have changed: what was ordered before is to have no effect any more."""
+    """The weights' epoch is another one: what was ordered before is to have no effect any more."""
 
 
 Order: TypeAlias = Load | Restore | StorePages | Begin | Fill | Save | FirstToken | Release | Drop | Cancel | Forget

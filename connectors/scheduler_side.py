@@ -160,7 +160,6 @@ class SchedulerSide:
         self._epoch = epoch
         self._default_prefill = default_prefill
         self._looks_ahead = looks_ahead  # a token's KV is also of the token behind it
-        self._others_load = False  # into the engine's blocks
         self.awaits_outcomes = False  # what a step computes is right only once the engine counts its outcome
         self.shares_blocks = True  # the engine finds blocks that another request has filled
         self.put_off_seconds = 15.0  # that a load may be put off for others
@@ -269,7 +268,8 @@ class SchedulerSide:
         tried again: what the engine itself still finds would be taken for the new weights'."""
         if not emptied:
             _log.warning("the engine has blocks of before: its caches are not reset, and that is to be tried again")
-        self._begin_epoch(named=emptied and not self._others_load)
+        self._begin_epoch(named=emptied)
+        self._view.flush()
         return emptied
 
     def _begin_epoch(self, *, named: bool) -> None:
@@ -280,13 +280,11 @@ class SchedulerSide:
             elif not tracked.alone:
                 self._renew(tracked)
         self._orders.append(Forget())
-        self._view.flush()
         self.counts.resets += 1
 
-    def hear_of_other_loads(self) -> None:
+    def hear_of_other_load(self) -> None:
         """Another connector loads into the engine's blocks, and may have kept over a reset what is of other weights:
-        behind one, no other engine finds what this one computes."""
-        self._others_load = True
+        until the next one no other engine finds what this one computes, and what is under way is given up."""
         if self._epoch.name:
             _log.warning("another connector loads behind a reset to %r: that name is left", self._epoch.name)
             self._begin_epoch(named=False)

@@ -248,8 +248,8 @@ class VllmFront:
             await _cancelled(asking)
             self.metrics.first_token_ended("whole")
             return DecodeAnswer(response, as_whole_reply(response.content), _nothing())
-        ids = body.prompt_ids if body.shows_ids else None
-        sent = first_token_of(answer, shows_ids=body.shows_ids, prompt_ids=ids) if body.begins_alike else None
+        shows, ids = body.shows_ids, body.prompt_ids
+        sent = first_token_of(answer, shows_ids=shows, prompt_ids=ids) if body.begins_alike else None
         if sent is None:
             return await asking
         await asyncio.wait({asking, headed}, return_when=asyncio.FIRST_COMPLETED)

@@ -191,10 +191,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler
         assert side is not None, "this is the worker's half"
         if self._others.awaits_step:
-            self._others.step(scheduler_output.num_scheduled_tokens)
+            if self._others.step(scheduler_output.num_scheduled_tokens):
+                side.hear_of_other_load()
             side.awaits_outcomes = self._others.within_steps
-            if self._others.loaded:
-                side.hear_of_other_loads()
         computes = scheduler_output.total_num_scheduled_tokens > 0
         if self._pushes:  # only there blocks are asked for
             self._block_ids.follow(scheduler_output)

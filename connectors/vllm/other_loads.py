@@ -16,7 +16,6 @@ class OtherLoads:
 
     def __init__(self) -> None:
         self.awaits_step = False  # `step` has anything to do
-        self.loaded = False  # some were, whenever
         self.within_steps = False  # some were: whether they failed is known when their step is over, to vLLM alone
         self._held: dict[str, int] = {}  # tokens that the engine had when it asked
         self._allocated: list[tuple[Request, int]] = []  # since the last step, and the tokens that are accounted for
@@ -31,20 +30,23 @@ class OtherLoads:
             self._allocated.append((request, held + ours))
             self.awaits_step = True
 
-    def step(self, scheduled: Container[str]) -> None:
-        """The requests that this step computes: no load into their blocks is under way."""
+    def step(self, scheduled: Container[str]) -> bool:
+        """The requests that this step computes: no load into their blocks is under way. Whether another has loaded, or
+        begun to, since the last one."""
+        seen = False
         if self._under_way:
             self._under_way = {request for request in self._under_way if request not in scheduled}
         for request, accounted in self._allocated:
             if request.num_computed_tokens <= accounted:
                 continue
-            self.loaded = True
+            seen = True
             if request.request_id in scheduled:
                 self.within_steps = True
             else:
                 self._under_way.add(request.request_id)
         self._allocated.clear()
         self.awaits_step = bool(self._under_way)
+        return seen
 
     def received(self, requests: Iterable[str]) -> None:
         """Their loads are over, whoever's."""

@@ -34,14 +34,15 @@ _log = logging.getLogger(__name__)
 
 check_calls(
     vllm.__version__,
-    Call(Scheduler, "update_from_output", ("scheduler_output", "model_runner_output")),
-    Call(Scheduler, "_update_from_kv_xfer_finished", ("kv_connector_output",)),
-    Call(Scheduler, "_update_request_with_output", ("request", "new_token_ids")),
-    Call(Scheduler, "finish_requests", ("request_ids", "finished_status")),
-    Call(KVCacheManager, "allocate_slots", ("request", "num_new_tokens", "num_lookahead_tokens", "delay_cache_blocks")),
-    Call(KVCacheManager, "cache_blocks", ("request", "num_computed_tokens")),
-    Call(KVCacheManager, "estimate_cached_tokens", ("request",)),
-    *(Call(Request, name) for name in ("take_prefill_stats", "take_events", "get_finished_reason", "record_event")),
+    Call(Scheduler, "update_from_output", 3),
+    Call(Scheduler, "_update_from_kv_xfer_finished", 2),
+    Call(Scheduler, "_update_request_with_output", 3),
+    Call(Scheduler, "finish_requests", 3),
+    Call(KVCacheManager, "allocate_slots", 3, ("num_lookahead_tokens", "delay_cache_blocks")),
+    Call(KVCacheManager, "cache_blocks", 3),
+    Call(KVCacheManager, "estimate_cached_tokens", 2),
+    *(Call(Request, name) for name in ("take_prefill_stats", "take_events", "get_finished_reason")),
+    Call(Request, "record_event", 3),
 )
 
 

@@ -23,7 +23,7 @@ MEANINGS = {
     "saved_bytes": "Bytes copied from the engine's blocks into the daemon's pages, on all ranks.",
     "pushed": "Prompts that prefill handed over whole.",
     "stored": "Finished requests whose blocks the daemon took.",
-    "resets": "Times that everything under way was given up, since the engine's caches were reset.",
+    "resets": "Times that all under way was given up: caches were reset, or another connector loaded behind a reset.",
     "failed": "Requests that the engine went on with alone, by each of its ranks that they failed on.",
     "first_tokens": "Replies that began with the first token of the prefill engine.",
 }

@@ -36,7 +36,7 @@ HOOKS = {
 }
 
 # What is called of vLLM's once a request has an image, an adapter, a salt or embeddings: not at load.
-KEYS = "generate_block_hash_extra_keys", ("request", "start_token_idx", "end_token_idx", "start_mm_idx")
+KEYS = "generate_block_hash_extra_keys"  # of a request, between two tokens, from an image on
 
 
 class InterfaceDiffers(ImportError):
@@ -44,11 +44,12 @@ class InterfaceDiffers(ImportError):
 
 
 class Call(NamedTuple):
-    """A function of a class or module of vLLM's, and the names of arguments that it is to have."""
+    """How a function of a class or module of vLLM's is called."""
 
     owner: object
     name: str
-    arguments: tuple[str, ...] = ()
+    positional: int = 1  # a method's self, too
+    keywords: tuple[str, ...] = ()
 
 
 def check(base: type[Any], kv_cache_utils: object, version: str) -> None:
@@ -58,7 +59,7 @@ def check(base: type[Any], kv_cache_utils: object, version: str) -> None:
         found = _arguments_of(getattr(base, name, None))
         if found != arguments:
             raise _differs(version, f"KVConnectorBase_V1.{name}", found, arguments)
-    check_calls(version, Call(kv_cache_utils, *KEYS))
+    check_calls(version, Call(kv_cache_utils, KEYS, 4))
     if version.split("+")[0] not in TESTED:
         _log.warning("kvferry's connector was run with vLLM %s, not with %s", ", ".join(TESTED), version)
 
@@ -66,10 +67,16 @@ def check(base: type[Any], kv_cache_utils: object, version: str) -> None:
 def check_calls(version: str, *calls: Call) -> None:
     """InterfaceDiffers where the installed vLLM cannot be called so."""
     for call in calls:
-        found = _arguments_of(getattr(call.owner, call.name, None))
-        if found is None or not set(call.arguments) <= set(found):
-            where = getattr(call.owner, "__name__", "vllm").rpartition(".")[2]
-            raise _differs(version, f"{where}.{call.name}", found, call.arguments)
+        called = getattr(call.owner, call.name, None)
+        try:
+            if called is not None:
+                inspect.signature(called).bind(*range(call.positional), **dict.fromkeys(call.keywords))
+                continue
+        except TypeError:
+            pass
+        where = getattr(call.owner, "__name__", "vllm").rpartition(".")[2]
+        wanted = (*(f"argument {number + 1}" for number in range(call.positional)), *call.keywords)
+        raise _differs(version, f"{where}.{call.name}", _arguments_of(called), wanted)
 
 
 def _arguments_of(called: Callable[..., object] | None) -> tuple[str, ...] | None:

@@ -81,6 +81,8 @@ def test_the_first_token_is_sampled_as_that_of_the_whole_reply(least: bytes, ask
         (b'"prompt": [1, 2], "truncate_prompt_tokens": 1', True),
         (b'"prompt": [1, 2], "messages": []', True),
         (b'"prompt": [1, 2], "stream": false', True),
+        (b'"prompt": [1, 2], "return_token_ids": "false"', True),
+        (b'"prompt": [1, 2], "return_token_ids": 1', True),
         (b'"messages": []', True),
     ],
 )
@@ -91,5 +93,5 @@ def test_prefill_is_asked_for_the_prompts_ids_only_where_nobody_here_knows_them(
 
 
 def test_ids_that_are_known_are_said_as_vllm_says_them() -> None:
-    body = parse_body(b'{"stream": true, "prompt": [1, 2,\n 3]}')
+    body = parse_body(b'{"stream": true, "return_token_ids": true, "prompt": [1, 2,\n 3]}')
     assert body.prompt_ids == b"[1,2,3]"

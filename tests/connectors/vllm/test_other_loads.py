@@ -19,8 +19,8 @@ def admitted(held: int, ours: int, counted: int) -> tuple[OtherLoads, Any]:
 def test_what_the_engine_held_and_what_comes_from_here_is_no_others() -> None:
     for counted in (40, 39):  # of a whole hit vLLM computes the last token again
         others, request = admitted(16, 24, counted)
-        others.step({"a": 1})
-        assert not others.within_steps and not others.loaded and not others.ended(request)
+        assert not others.step({"a": 1})
+        assert not others.within_steps and not others.ended(request)
 
 
 def test_a_load_within_a_step_is_seen_in_that_step_and_remembered() -> None:
@@ -33,8 +33,8 @@ def test_a_load_within_a_step_is_seen_in_that_step_and_remembered() -> None:
 
 def test_a_load_between_steps_is_under_way_until_the_request_is_computed() -> None:
     others, request = admitted(16, 0, 40)
-    others.step({"b": 1})
-    assert not others.within_steps and others.loaded
+    assert others.step({"b": 1}) and not others.step({"b": 1})
+    assert not others.within_steps
     request.num_computed_tokens = 40
     others.step({"b": 1})
     assert others.ended(request)

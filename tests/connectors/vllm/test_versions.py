@@ -24,7 +24,7 @@ def base_with(**changed: tuple[str, ...] | None) -> type:
 def keys(request: object, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> None: ...
 
 
-UTILS = SimpleNamespace(**{KEYS[0]: keys})
+UTILS = SimpleNamespace(**{KEYS: keys})
 
 
 def test_the_interface_that_was_run_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,11 +53,12 @@ def test_what_names_tokens_beside_their_ids_is_looked_for_before_a_request_needs
         check(base_with(), SimpleNamespace(), "9.9")
 
 
-def test_what_is_called_may_take_more_but_not_less() -> None:
-    call = Call(SimpleNamespace(called=lambda request, tokens, more=0: None), "called", ("request", "tokens"))
-    check_calls("9.9", call)
-    with pytest.raises(InterfaceDiffers, match=r"called takes \(request, tokens, more\), not \(request, blocks\)"):
-        check_calls("9.9", call, call._replace(arguments=("request", "blocks")))
+def test_what_is_called_may_take_more_but_need_not() -> None:
+    call = Call(SimpleNamespace(called=lambda request, tokens, more=0: None), "called", 2)
+    check_calls("9.9", call, call._replace(keywords=("more",)))
+    for other in (call._replace(positional=1), call._replace(keywords=("blocks",))):
+        with pytest.raises(InterfaceDiffers, match=r"called takes \(request, tokens, more\), not \(argument 1"):
+            check_calls("9.9", call, other)
 
 
 def test_the_installed_vllm_has_it() -> None:
@@ -69,6 +70,7 @@ def test_the_installed_vllm_has_it() -> None:
         pytest.skip("vLLM is not installed here (bench/vllm/venv.sh makes an environment with it)")
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from kvferry.connectors.vllm import KVFerryConnector
+    from kvferry.connectors.vllm import KVFerryConnector, scheduler
 
+    assert scheduler.KVFerryScheduler is not None
     assert issubclass(KVFerryConnector, KVConnectorBase_V1)
