@@ -365,6 +365,14 @@ DECIDED: tuple[Guard, ...] = (
         ("tests/front/test_reply_memory.py",),
     ),
     Guard(
+        "what vLLM takes for false shows a prompt's ids",
+        "front/vllm_body.py",
+        "Body.prompt_ids",
+        'if self._told("return_token_ids") is not True:',
+        'if not self._told("return_token_ids"):',
+        ("tests/front/test_vllm_body.py",),
+    ),
+    Guard(
         "prompts are handed over where decode's daemon is not ready",
         "front/vllm.py",
         "VllmFront._at",
