@@ -26,6 +26,7 @@ def test_bytes_a_restarted_worker_and_an_evicted_prefix() -> None:
     assert re.search(r"bytes moved over NIXL │ [\d.]+ \w+ │ [\d.]+ \w+ │ \d", text)
     assert "pages moved" in text and "decode-side hit rate" in text
     assert re.search(r"Of 4 prompts the decode daemon held \d+% and said so: .* crossed the wire in place of", text)
+    assert re.search(r"every byte of the [1-9]\d* pages that moved, and of those held: none was wrong", text)
     assert "TTFT" not in text and "latency" not in text  # noise, on two cores
     _, restarted, evicted = re.split(r"The decode worker is restarted|Other prompts fill all \d+ pages", text)
     held, moved, whole = map(
