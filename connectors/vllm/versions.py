@@ -68,15 +68,18 @@ def check_calls(version: str, *calls: Call) -> None:
     """InterfaceDiffers where the installed vLLM cannot be called so."""
     for call in calls:
         called = getattr(call.owner, call.name, None)
-        try:
-            if called is not None:
-                inspect.signature(called).bind(*range(call.positional), **dict.fromkeys(call.keywords))
-                continue
-        except TypeError:
-            pass
-        where = getattr(call.owner, "__name__", "vllm").rpartition(".")[2]
-        wanted = (*(f"argument {number + 1}" for number in range(call.positional)), *call.keywords)
-        raise _differs(version, f"{where}.{call.name}", _arguments_of(called), wanted)
+        if called is None or not _takes(called, call):
+            where = getattr(call.owner, "__name__", "vllm").rpartition(".")[2]
+            wanted = (*(f"argument {number + 1}" for number in range(call.positional)), *call.keywords)
+            raise _differs(version, f"{where}.{call.name}", _arguments_of(called), wanted)
+
+
+def _takes(called: Callable[..., object], call: Call) -> bool:
+    try:
+        inspect.signature(called).bind(*range(call.positional), **dict.fromkeys(call.keywords))
+    except TypeError:
+        return False
+    return True
 
 
 def _arguments_of(called: Callable[..., object] | None) -> tuple[str, ...] | None:
