@@ -3,6 +3,8 @@
 python bench/vllm/ways.py [WAY...] [--ranks 2:2] [--output bench/results/vllm-ways.txt]
 
 example     beside vLLM's ExampleConnector in MultiConnector, on both sides: prefill loads from that one what it has
+reset       as "example", with a reset to weights of a name between the two runs, over which that connector keeps what it
+            has: the engines leave the name
 offload     the same beside its OffloadingConnector, whose blocks are copied in torch (programs/offloading_in_torch.py)
 faulty      prefill beside a connector whose loads fail (faulty_loads.py): vLLM computes again what kvferry sends
 servers     two API servers on each side (--api-server-count 2)
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import time
@@ -30,13 +33,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
 from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec, ranks_of
 from demo import held
 
+LEFT = "another connector loads behind a reset to 'other weights': that name is left"  # in ours
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
 DEADLINE_SECONDS = 60.0
 UP_SECONDS = 60.0
+RESET = "/reset_prefix_cache?reset_external=true"
 UNCACHED = (*SMALL, "--no-enable-prefix-caching")  # else the engine itself has what the other connector could load
 SERVE = (str(PROGRAMS / "serve.py"), "serve")  # the module has one API server, whatever it is told
 CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens", "256")  # whose ends find no room
@@ -71,9 +77,10 @@ def faulty() -> tuple[dict[str, object], ...]:
 
 def spec_of(way: str, folder: Path) -> tuple[Spec, Load]:
     plain = Spec(extra={"deadline_seconds": DEADLINE_SECONDS})
-    if way == "example":
+    if way in ("example", "reset"):
         beside = {name: example(str(folder / f"{name}-kv")) for name in ("prefill", "decode")}
-        return replace(plain, flags=UNCACHED, beside=beside), SHORT
+        own = {name: {"weights_file": str(folder / f"{name}-weights")} for name in beside} if way == "reset" else {}
+        return replace(plain, flags=UNCACHED, beside=beside, extra_of=own), SHORT
     if way == "offload":
         return replace(plain, flags=UNCACHED, beside=dict.fromkeys(("prefill", "decode"), offload())), SHORT
     if way == "faulty":
@@ -117,7 +124,10 @@ def run_way(
         return run_back(way, spec, load, reference)
     with Cluster(spec) as cluster:
         cluster.kvferry()
-        got = [asyncio.run(run_chats(cluster.front, load, said)) for _ in range(2)]  # the second finds it all
+        got = [asyncio.run(run_chats(cluster.front, load, said))]
+        if way == "reset":
+            reset(cluster, spec)
+        got.append(asyncio.run(run_chats(cluster.front, load, said)))  # finds it all
         stats, leaks = cluster.stats("decode"), leaks_of(cluster)
         counts = {name: {metric: cluster.metric(name, metric) for metric in METRICS} for name in ("prefill", "decode")}
         logs = {name: engine.log.read_text(errors="replace") for name, engine in cluster.engines.items()}
@@ -135,11 +145,27 @@ def run_way(
             f"; {name}: {preempted} preemptions, {pushed} pushed, {failed} failed, the other connector loaded "
             f"{injected} times and failed {recovered}"
         )
-    if way in ("example", "offload"):
+    if way == "reset":
+        wrong += [
+            f"{name}: what another connector loaded has the new weights' name"
+            for name in logs
+            if LEFT not in logs[name]
+        ]
+    if way in ("example", "offload", "reset"):
         wrong += [f"{name}: nothing came from the other connector" for name in logs if INJECTED not in logs[name]]
     if way == "faulty" and RECOVERED not in logs["prefill"]:
         wrong.append("no load failed")
     return "\n".join([told, *wrong]), not wrong
+
+
+def reset(cluster: Cluster, spec: Spec) -> None:
+    """Says that both engines have other weights, once they hold no block."""
+    for name, own in spec.extra_of.items():
+        Path(str(own["weights_file"])).write_text("other weights")
+        end = time.monotonic() + UP_SECONDS
+        while not httpx.post(cluster.engines[name].url + RESET, timeout=UP_SECONDS).json()["success"]:
+            assert time.monotonic() < end, f"{name} does not let go of its blocks"
+            time.sleep(0.5)
 
 
 async def one_turn(url: str, load: Load, said: list[list[str]], turn: int) -> list[Reply]:
@@ -231,7 +257,17 @@ def run_back(way: str, spec: Spec, load: Load, reference: list[list[Reply]]) -> 
 
 
 def main() -> int:
-    ways = ("example", "offload", "faulty", "servers", "preempted", *BACK_WAYS, *(BLOCK_WAYS if DEVICES else ()))
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for resets
+    ways = (
+        "example",
+        "reset",
+        "offload",
+        "faulty",
+        "servers",
+        "preempted",
+        *BACK_WAYS,
+        *(BLOCK_WAYS if DEVICES else ()),
+    )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", nargs="*", choices=[*ways, []], default=[])
     parser.add_argument("--ranks", default="1:1", metavar="P:D", help="tensor-parallel, of prefill and of decode")
