@@ -3,8 +3,8 @@
 python bench/vllm/ways.py [WAY...] [--ranks 2:2] [--output bench/results/vllm-ways.txt]
 
 example     beside vLLM's ExampleConnector in MultiConnector, on both sides: prefill loads from that one what it has
-reset       as "example", with a reset to weights of a name between the two runs, over which that connector keeps what it
-            has: the engines leave the name
+reset       as "example", with a reset to weights of a name between the two runs, over which that connector keeps what
+            it has: the engines leave the name
 offload     the same beside its OffloadingConnector, whose blocks are copied in torch (programs/offloading_in_torch.py)
 faulty      prefill beside a connector whose loads fail (faulty_loads.py): vLLM computes again what kvferry sends
 servers     two API servers on each side (--api-server-count 2)
