@@ -30,9 +30,9 @@ class WeightsEpoch:
         """Another epoch. It has a name where it may be `named`, and where no epoch of this process had that name:
         pages of one that had it may be about."""
         name = self._name_of() if named else ""
-        if name in self._had and name:
-            _log.warning("an epoch was named %r before: a reset under another name is one that others can share", name)
         self.name = "" if name in self._had else name
+        if name and not self.name:
+            _log.warning("an epoch was named %r before: a reset under another name is one that others can share", name)
         self._had.add(name)
         # Nobody else ever begins with random bytes, nor this engine when it is started again.
         self.root = root_digest(f"kvferry weights named {name}" if self.name else f"kvferry {secrets.token_hex(16)}")

@@ -200,11 +200,11 @@ class Running:
 
     def cell(self, key: Key, args: argparse.Namespace) -> dict[str, Any]:
         """Measured once, as a row."""
-        rounds = max(1, round(args.requests / (max(key.at_once, key.population) * (args.turns - 1))))
+        rounds = max(1, round(args.requests / (key.chats * (args.turns - 1))))
         shape = Shape(args.first, args.more, args.turns, key.output)
         before, began = cpu_seconds(self.cluster), time.monotonic()
         between = self.forget if key.state == "cold" else nothing
-        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds, between, key.population))
+        got = asyncio.run(drive(self.cluster, self.url, key.at_once, shape, rounds, between, key.chats))
         seconds = time.monotonic() - began
         cores = {name: (each - before.get(name, 0)) / seconds for name, each in cpu_seconds(self.cluster).items()}
         row = {"system": self.system, "key": asdict(key), "got": asdict(got)}

@@ -29,6 +29,11 @@ class Key:
     ranks: str = "1:1"  # tensor-parallel, of prefill and of decode
     population: int = 0  # chats in a round; 0: those that are asked at a time
 
+    @property
+    def chats(self) -> int:
+        """In a round."""
+        return max(self.at_once, self.population)
+
     def __str__(self) -> str:
         of = f" of {self.population} chats" if self.population else ""
         cell = f"{self.at_once}{of} at a time, {self.output} tokens out, decode cache {self.cache}, {self.state}"
@@ -124,9 +129,8 @@ def sums_of(visits: list[Visit]) -> Row:
 
 
 def turns_of(key: Key, visits: list[Visit]) -> Row:
-    chats = max(key.at_once, key.population)
     found = {
-        f"turn {turn + 1}": [ms for each in visits for ms in each.got.turn_ms(turn, each.turns, chats)]
+        f"turn {turn + 1}": [ms for each in visits for ms in each.got.turn_ms(turn, each.turns, key.chats)]
         for turn in range(max(visit.turns for visit in visits))
     }
     return {name: spread(values) for name, values in found.items()}

@@ -132,11 +132,11 @@ async def drive(
     shape: Shape,
     rounds: int,
     between: Callable[[httpx.AsyncClient], Awaitable[None]] = nothing,
-    population: int = 0,
+    count: int = 0,
 ) -> Measured:
-    """`at_once` chats side by side, or so many of a `population` of them, turn by turn, with `between` awaited between
-    two; other chats in each round."""
-    done, ids, count = Measured(), random.Random(secrets.randbits(64)), max(at_once, population)
+    """`at_once` chats side by side, or so many at a time of `count`, turn by turn, with `between` awaited between two;
+    other chats in each round."""
+    done, ids, count = Measured(), random.Random(secrets.randbits(64)), count or at_once
     places = asyncio.Semaphore(at_once)
 
     async def in_turn(prompt: list[int], body: bytes) -> Answer:

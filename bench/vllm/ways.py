@@ -37,12 +37,12 @@ import httpx
 from chat import Load, Messages, Reply, compared, new_client, one_server, run_chats, texts, user_text
 from cluster import DEVICES, PROGRAMS, SCHEDULER, SMALL, Cluster, Log, Spec, ranks_of
 from demo import held
+from resets import RESET
 
 LEFT = "another connector loads behind a reset to 'other weights': that name is left"  # in ours
 INJECTED, RECOVERED = "Inject KV cache", "Recovered from KV load failure"  # in vLLM's log
 DEADLINE_SECONDS = 60.0
 UP_SECONDS = 60.0
-RESET = "/reset_prefix_cache?reset_external=true"
 UNCACHED = (*SMALL, "--no-enable-prefix-caching")  # else the engine itself has what the other connector could load
 SERVE = (str(PROGRAMS / "serve.py"), "serve")  # the module has one API server, whatever it is told
 CHUNKED = (*SMALL, "--no-scheduler-reserve-full-isl", "--max-num-batched-tokens", "256")  # whose ends find no room

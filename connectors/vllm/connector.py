@@ -45,6 +45,7 @@ from kvferry.connectors.vllm.caches import Unfit, looks_ahead
 from kvferry.connectors.vllm.extra_keys import keys_of
 from kvferry.connectors.vllm.other_loads import OtherLoads
 from kvferry.connectors.vllm.stats import KVFerryCounters, KVFerryStats, counts_of
+from kvferry.connectors.vllm.versions import Call
 from kvferry.connectors.vllm.weights import weights_name
 from kvferry.connectors.weights_epoch import WeightsEpoch
 from kvferry.connectors.worker_session import connector_of
@@ -64,7 +65,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-vllm_versions.check(KVConnectorBase_V1, kv_cache_utils, vllm.__version__)
+vllm_versions.check(KVConnectorBase_V1, vllm.__version__)
+# It is not called before a request has an image, an adapter, a salt or embeddings.
+vllm_versions.check_calls(vllm.__version__, Call(kv_cache_utils, "generate_block_hash_extra_keys", 4))
 
 _ROLES = {"kv_producer": common_pb2.ROLE_PREFILL, "kv_consumer": common_pb2.ROLE_DECODE}
 

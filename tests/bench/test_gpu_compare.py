@@ -122,11 +122,11 @@ def test_of_a_population_so_many_are_asked_at_a_time(compare: ModuleType, monkey
     monkeypatch.setattr(turns, "ask", ask)
     cluster = SimpleNamespace(engines={}, daemons=())
     shape = turns.Shape(first=10, more=5, turns=3, output=2)
-    got = asyncio.run(turns.drive(cluster, "http://any", 2, shape, 1, population=5))
+    got = asyncio.run(turns.drive(cluster, "http://any", 2, shape, 1, count=5))
     assert most == 2 and got.first_ms == [10.0] * 5
     assert got.turn_ms(1, 3, 5) == [17.0] * 5 and got.turn_ms(2, 3, 5) == [24.0] * 5
     key = compare.Key("half", "young", 2, 2, population=5)
-    assert str(key) == "2 of 5 chats at a time, 2 tokens out, decode cache half, young"
+    assert key.chats == 5 and str(key) == "2 of 5 chats at a time, 2 tokens out, decode cache half, young"
 
 
 def test_an_answer_has_a_gap_behind_each_token_but_the_last(compare: ModuleType) -> None:

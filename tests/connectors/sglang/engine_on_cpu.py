@@ -250,17 +250,6 @@ class Engine:
         return not isinstance(req.finished_reason, FINISH_ABORT)
 
 
-def cache_params(pages: int, page_size: int) -> Any:
-    """What SGLang makes a radix cache of that has an allocator of so many pages, and nothing beside it."""
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-    pool = SimpleNamespace(get_kvcache=lambda: None)
-    allocator = PagedTokenToKVPoolAllocator(pages * page_size, page_size, torch.bfloat16, "cpu", pool, False)
-    rows = SimpleNamespace(req_to_token=torch.zeros((4, pages * page_size), dtype=torch.int32), device="cpu")
-    return CacheInitParams(False, rows, allocator, page_size)
-
-
 def server_args(role: str, bootstrap_port: int, radix: bool) -> SimpleNamespace:
     return SimpleNamespace(
         host=HOST,

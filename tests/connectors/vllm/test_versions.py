@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connectors.vllm.versions import HOOKS, KEYS, TESTED, Call, InterfaceDiffers, check, check_calls
+from kvferry.connectors.vllm.versions import HOOKS, TESTED, Call, InterfaceDiffers, check, check_calls
 
 
 def base_with(**changed: tuple[str, ...] | None) -> type:
@@ -21,36 +21,25 @@ def base_with(**changed: tuple[str, ...] | None) -> type:
     return made["Base"]
 
 
-def keys(request: object, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> None: ...
-
-
-UTILS = SimpleNamespace(**{KEYS: keys})
-
-
 def test_the_interface_that_was_run_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    check(base_with(), UTILS, TESTED[-1])
-    check(base_with(), UTILS, f"{TESTED[-1]}+cpu")
+    check(base_with(), TESTED[-1])
+    check(base_with(), f"{TESTED[-1]}+cpu")
     assert not caplog.records
 
 
 def test_another_version_of_the_same_interface_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    check(base_with(), UTILS, "9.9.9")
+    check(base_with(), "9.9.9")
     assert "not with 9.9.9" in caplog.text
 
 
 def test_what_is_missing_is_named_with_what_to_do() -> None:
     with pytest.raises(InterfaceDiffers, match=r"9\.9 KVConnectorBase_V1\.get_finished is not there: install vLLM"):
-        check(base_with(get_finished=None), UTILS, "9.9")
+        check(base_with(get_finished=None), "9.9")
 
 
 def test_other_arguments_are_named() -> None:
     with pytest.raises(InterfaceDiffers, match=r"takes \(request\), not \(request, num_computed_tokens\)"):
-        check(base_with(get_num_new_matched_tokens=("request",)), UTILS, "9.9")
-
-
-def test_what_names_tokens_beside_their_ids_is_looked_for_before_a_request_needs_it() -> None:
-    with pytest.raises(InterfaceDiffers, match=r"9\.9 vllm\.generate_block_hash_extra_keys is not there"):
-        check(base_with(), SimpleNamespace(), "9.9")
+        check(base_with(get_num_new_matched_tokens=("request",)), "9.9")
 
 
 def test_what_is_called_may_take_more_but_need_not() -> None:

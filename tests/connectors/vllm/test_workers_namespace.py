@@ -18,11 +18,11 @@ import kvferry.connectors.vllm
 from kvferry.connectors.orders import News
 from kvferry.connectors.vllm.caches import Unfit
 from kvferry.connectors.vllm.facts import agreed
-from kvferry.connectors.vllm.versions import TESTED
+from kvferry.connectors.vllm.versions import TESTED, InterfaceDiffers
 from kvferry.transfer.geometry.namespace import NamespaceFacts
 from tests.connectors.scheduling import Daemon
 from tests.connectors.vllm.test_caches import BLOCK, LATENT, NAMES, MLAAttentionSpec, drafts, engine, kv
-from tests.connectors.vllm.test_versions import UTILS, base_with
+from tests.connectors.vllm.test_versions import base_with
 
 RANKS = 2
 OURS = "kvferry.connectors.vllm."
@@ -57,6 +57,13 @@ class Process:
 
     group: object = None  # the connector, or MultiConnector that has it
     rank: int = 0
+
+
+def extra_keys(request: object, start: int, end: int, mm: int) -> None:
+    """vLLM's generate_block_hash_extra_keys."""
+
+
+UTILS = SimpleNamespace(generate_block_hash_extra_keys=extra_keys)  # vLLM's kv_cache_utils
 
 
 @contextmanager
@@ -184,6 +191,17 @@ def test_the_schedulers_half_hears_of_what_other_connectors_load(process: Proces
         scheduler._others.allocated(request, 0)
         scheduler.build_connector_meta(step)
         assert bool(scheduler._scheduler._epoch.name) is named
+
+
+def test_what_names_tokens_beside_their_ids_is_looked_for_before_a_request_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(UTILS, "generate_block_hash_extra_keys")
+    with (
+        pytest.raises(InterfaceDiffers, match=r"vllm\.generate_block_hash_extra_keys is not there"),
+        with_vllm(monkeypatch),
+    ):
+        pass
 
 
 def test_of_a_vllm_that_is_none_nothing_is_left() -> None:

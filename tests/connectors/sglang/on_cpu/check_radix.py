@@ -7,18 +7,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvferry.client.requests import RequestName
 from kvferry.connectors.sglang.stores import FinishedPages
 from kvferry.connectors.sglang.transfers import PageTransfer, StoredPrompt
-from tests.connectors.sglang.engine_on_cpu import cache_params
 
 PAGE, PAGES = 16, 64
 
 
 def made_tree() -> Any:
     """The class that SGLang makes where there are neither windows nor states."""
-    params = cache_params(PAGES, PAGE)
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    pool = SimpleNamespace(get_kvcache=lambda: None)
+    allocator = PagedTokenToKVPoolAllocator(PAGES * PAGE, PAGE, torch.bfloat16, "cpu", pool, False)
+    rows = SimpleNamespace(req_to_token=torch.zeros((4, PAGES * PAGE), dtype=torch.int32), device="cpu")
+    params = CacheInitParams(False, rows, allocator, PAGE)
     try:
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
