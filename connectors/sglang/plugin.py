@@ -45,6 +45,20 @@ def register() -> None:
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.AROUND)
         for way, answer in WEIGHT_UPDATES.items():
             HookRegistry.register(f"{_UPDATER}.{way}", partial(_update_weights, answer), HookType.AROUND)
+        _read_ahead(HookRegistry, HookType)
+
+
+def _read_ahead(registry: Any, kinds: Any) -> None:
+    """Later versions read pages in another way, and have not what is hooked here."""
+    from sglang.srt.mem_cache import common
+
+    if not hasattr(common, "maybe_cache_unfinished_req"):
+        return
+    registry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", _read_pages, kinds.BEFORE)
+    sends = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
+    registry.register(sends, _send_chunk, kinds.AROUND)
+    registry.register(f"{common.__name__}.maybe_cache_unfinished_req", _cache_unfinished, kinds.AROUND)
+    registry.register(f"{common.__name__}.kv_to_page_indices", _pages_of, kinds.AROUND)
 
 
 def _extend(backends: Any) -> None:
@@ -95,6 +109,46 @@ def _take_in(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any
     if queue.queue:
         waiting.make_room(queue.scheduler.disagg_prefill_inflight_queue)
     return result
+
+
+def _read_pages(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """A step is about to be launched; of a prefill engine's prompts the pages are read before, where the next step is
+    launched before this one's results are looked at."""
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    if queue is None or queue.transfer_backend.value != BACKEND or not scheduler.enable_overlap:
+        return
+    from kvferry.connectors.sglang import read_ahead
+
+    if batch.forward_mode.is_extend() and read_ahead.can_read(scheduler.tree_cache):
+        ours = [request for request in batch.reqs if hasattr(request.disagg_kv_sender, "pages_read")]
+        pool = scheduler.req_to_token_pool
+        read_ahead.read(ours, pool.req_to_token, scheduler.token_to_kv_pool_allocator.page_size)
+
+
+def _send_chunk(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    from kvferry.connectors.sglang import read_ahead
+
+    if not hasattr(request.disagg_kv_sender, "pages_read"):
+        return original(scheduler, request, *args, **kwargs)
+    with read_ahead.being_sent(request):
+        return original(scheduler, request, *args, **kwargs)
+
+
+def _cache_unfinished(original: Callable[..., Any], request: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
+    from kvferry.connectors.sglang import read_ahead
+
+    if getattr(getattr(request, "disagg_kv_sender", None), "pages_read", None) is None:
+        return original(request, tree, *args, **kwargs)
+    with read_ahead.until_others_are_there(request, tree.token_to_kv_pool_allocator):
+        return original(request, tree, *args, **kwargs)
+
+
+def _pages_of(original: Callable[..., Any], slots: Any, page_size: int) -> Any:
+    """Called by a prefill engine's `send_kv_chunk`, and elsewhere."""
+    from kvferry.connectors.sglang.read_ahead import pages_being_sent
+
+    read = pages_being_sent(len(slots), page_size)
+    return original(slots, page_size) if read is None else read
 
 
 def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:

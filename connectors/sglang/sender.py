@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvferry.connectors.sglang.digests import seed_of
 from kvferry.connectors.sglang.manager import KVFerryManager
+from kvferry.connectors.sglang.read_ahead import PagesRead
 from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer, PollState, PromptChunk, SentPrompt
 
 
@@ -37,6 +38,7 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         self._latency: float | None = None
         self._transfer: PageTransfer | None = None
         self.order: SentPrompt | None = None
+        self.pages_read: PagesRead | None = None  # SGLang's own hooks are given them
         self._state = PollState.BOOTSTRAPPING  # until it is handed in
         self._reason = ""
         self._pages = self._row = 0

@@ -21,6 +21,10 @@ INTERFACES: dict[str, tuple[tuple[str, ...] | None, ...]] = {
     f"{_PD}.decode:DecodePreallocQueue._init_kv_manager": ((),),
     f"{_PD}.decode:DecodePreallocQueue._create_receiver_and_enqueue": (("req", "is_rebootstrap"),),
     f"{_PD}.decode:DecodePreallocQueue.resume_retracted_reqs": (("rids_to_check",),),
+    "sglang.srt.managers.scheduler:Scheduler.run_batch": (("batch", "pp_proxy_tensors"),),
+    f"{_PD}.prefill:SchedulerDisaggregationPrefillMixin.send_kv_chunk": (("req", "last_chunk", "end_idx"),),
+    "sglang.srt.mem_cache.common:maybe_cache_unfinished_req": (("req", "tree_cache", "kwargs"), None),
+    "sglang.srt.mem_cache.common:kv_to_page_indices": (("kv_indices", "page_size"),),
     "sglang.srt.mem_cache.common:release_kv_cache": (
         ("req", "tree_cache", "is_insert"),
         ("req", "tree_cache", "checkpoint"),

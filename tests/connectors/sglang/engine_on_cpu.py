@@ -3,6 +3,7 @@ scheduler; what a GPU would compute is written by the test."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from array import array
@@ -30,6 +31,10 @@ def until(what: Callable[[], object], seconds: float = SECONDS) -> None:
     while not what():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.002)
+
+
+class Launched(Exception):
+    """The step is launched; no GPU is there to do it."""
 
 
 class Engine:
@@ -79,7 +84,7 @@ class Engine:
             enable_hisparse=False,
             enable_decode_hicache=False,
             enable_priority_scheduling=False,
-            enable_overlap=False,
+            enable_overlap=True,
             enable_hicache_storage=False,
             enable_staging=False,
             spec_algorithm=SpeculativeAlgorithm.NONE,
@@ -221,16 +226,27 @@ class Engine:
         req.full_untruncated_fill_ids = req.origin_input_ids
 
     def compute_chunk(self, req: Any, start: int, end: int) -> None:
-        from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+        from sglang.srt.disaggregation import prefill
 
-        self.shared.write(self.slots(req, start, end), self.shared.kv_of(req.origin_input_ids, start, end))
         req.set_extend_range(start, end)
+        self.launch(req)
+        self.shared.write(self.slots(req, start, end), self.shared.kv_of(req.origin_input_ids, start, end))
         last = end == len(req.origin_input_ids)
         if last:
             req.output_ids.append(1000 + len(req.origin_input_ids))
-            self.tree.cache_unfinished_req(req)
+            prefill.maybe_cache_unfinished_req(req, self.tree)
             self.scheduler.disagg_prefill_inflight_queue.append(req)
-        SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, req, last_chunk=last)
+        prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, req, last_chunk=last)
+
+    def launch(self, req: Any) -> None:
+        """A step of this request is launched: what is hooked before that, and nothing behind it."""
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        self.scheduler.forward_ct = 0
+        self.scheduler.scripted_scheduler_hook = SimpleNamespace(on_run_batch=mock.Mock(side_effect=Launched))
+        with contextlib.suppress(Launched):
+            Scheduler.run_batch(self.scheduler, SimpleNamespace(reqs=[req], forward_mode=ForwardMode.EXTEND))
 
     def inflight(self) -> list[Any]:
         """One look at what is on its way; requests that are over."""

@@ -1,0 +1,91 @@
+"""Pages that are read before a step is launched are those that SGLang would have read behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.connectors.sglang.read_ahead import PagesRead
+from tests.connectors.sglang.rig import PAGE, Pair, kv_of, new_prompt
+from tests.support.devices import DeviceStack
+
+CANARY = 0x5A
+
+
+@pytest.fixture
+def pair(one_rank: None) -> Iterator[Pair]:
+    with ExitStack() as patches, DeviceStack() as stack:
+        pair = Pair(stack, patches)
+        yield pair
+        pair.close()
+
+
+@pytest.fixture
+def asked() -> Iterator[list[Any]]:
+    """What was read ahead and given to SGLang; None: SGLang read for itself."""
+    from kvferry.connectors.sglang import read_ahead
+
+    answers: list[Any] = []
+    answer = read_ahead.pages_being_sent
+
+    def noted(tokens: int, page_size: int) -> Any:
+        answers.append(answer(tokens, page_size))
+        return answers[-1]
+
+    with mock.patch.object(read_ahead, "pages_being_sent", noted):
+        yield answers
+
+
+def is_right(pair: Pair, req: Any, prompt: list[int]) -> bool:
+    got = pair.decode.shared.slots(pair.decode.slots(req, 0, len(prompt)))
+    return np.array_equal(got, kv_of(prompt, 0, len(prompt)))
+
+
+@pytest.mark.parametrize("chunk", [0, PAGE, 3 * PAGE - 5])
+def test_what_was_read_is_sent(pair: Pair, asked: list[Any], chunk: int) -> None:
+    prompt = new_prompt(5 * PAGE + 3)
+    _, ours = pair.exchange(prompt, chunk)
+    assert is_right(pair, ours, prompt)
+    sent = [page for read in asked[: -(-len(prompt) // (chunk or len(prompt)))] for page in read.tolist()]
+    assert len(sent) == len(set(sent)) == 6
+
+
+def test_pages_that_gave_way_to_others_are_not_sent(pair: Pair, asked: list[Any]) -> None:
+    """Two prompts of the same tokens are computed at once: the second's pages go, and are soon somebody else's."""
+    prompt = new_prompt(3 * PAGE)
+    both = [pair.requests(prompt) for _ in range(2)]
+    for theirs, _ in both:
+        pair.prefill.bootstrap(theirs)
+    for theirs, _ in both:
+        pair.prefill.begin(theirs)
+    free, shared = pair.prefill.allocator.free, pair.prefill.shared
+
+    def overwritten(slots: Any) -> None:
+        shared.write(slots, np.full_like(shared.slots(slots), CANARY))
+        free(slots)
+
+    pair.prefill.allocator.free = overwritten
+    read = []
+    for theirs, ours in both:
+        pair.decode.admit(ours)
+        pair.prefill.compute_chunk(theirs, 0, len(prompt))
+        read.append(asked[-1])
+        assert pair.decode.arrived(ours) and pair.prefill.is_sent(theirs)
+        assert is_right(pair, ours, prompt)
+    assert read[0] is not None and read[1] is None
+    assert vars(pair.prefill.allocator)["free"] is overwritten
+
+
+def test_more_than_was_read_is_not_guessed() -> None:
+    read = PagesRead(2 * PAGE, 7 * PAGE - 1, torch.arange(7, 12), None)
+    for start, tokens, pages in ((3, 2 * PAGE + 1, [8, 9, 10]), (2, 5 * PAGE - 1, [7, 8, 9, 10, 11])):
+        found = read.of(start * PAGE, tokens, PAGE)
+        assert found is not None and found.tolist() == pages
+    for start, tokens in ((PAGE, PAGE), (2 * PAGE, 5 * PAGE), (3 * PAGE - 1, PAGE)):
+        assert read.of(start, tokens, PAGE) is None
