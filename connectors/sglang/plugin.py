@@ -40,6 +40,9 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _take_in, HookType.AROUND)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
+        HookRegistry.register(f"{decode}.pop_preallocated", _in_turn, HookType.AROUND)
+        turn = f"{prefill}.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run"
+        HookRegistry.register(turn, _asked_first, HookType.BEFORE)
         inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
         HookRegistry.register(inflight, _give_back, HookType.BEFORE)
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.AROUND)
@@ -166,6 +169,27 @@ def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, 
     result = original(request, tree, *args, **kwargs)
     manager.keep_finished(request, tokens, tree)
     return result
+
+
+def _in_turn(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
+    """Decode takes prompts in, as far as it has room."""
+    if queue.transfer_backend.value != BACKEND:
+        return original(queue, *args, **kwargs)
+    turns = queue.kv_manager.turns
+    turns.arrange(queue)
+    waiting = len(queue.queue)
+    result = original(queue, *args, **kwargs)
+    turns.took(waiting - len(queue.queue))
+    return result
+
+
+def _asked_first(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Prefill chooses prompts for its next step."""
+    queue = scheduler.disagg_prefill_bootstrap_queue
+    if queue.transfer_backend.value == BACKEND and len(scheduler.waiting_queue) > 1:
+        from kvferry.connectors.sglang.order import asked_first
+
+        scheduler.waiting_queue[:] = asked_first(scheduler.waiting_queue, queue.kv_manager.agree)
 
 
 def _tidy(queue: Any, *args: Any, **kwargs: Any) -> None:

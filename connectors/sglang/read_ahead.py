@@ -56,7 +56,7 @@ def read(requests: Sequence[Any], rows: Any, page_size: int) -> None:
     wanted = [(request, request.start_send_idx, request.extend_range.end) for request in requests]
     counts = [-(-(end - start) // page_size) for _, start, end in wanted]
     on_host = torch.empty(sum(counts), dtype=rows.dtype, pin_memory=rows.is_cuda)
-    parts = on_host.split(counts)
+    parts = torch.split(on_host, counts)
     for (request, start, end), part in zip(wanted, parts, strict=True):
         part.copy_(rows[request.req_pool_idx, start:end:page_size] // page_size, non_blocking=True)
     there = None

@@ -118,6 +118,11 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         return self._state
 
     @property
+    def asked(self) -> bool:
+        """Whether decode has asked for it, and so has room."""
+        return self._transfer is not None and self._transfer.name in self.kv_mgr.carrier.asked
+
+    @property
     def pages_held(self) -> int:
         if self._transfer is None or self._transfer.over or self._state is PollState.FAILED:
             return 0
