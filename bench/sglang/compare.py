@@ -110,9 +110,9 @@ def keep(rows: Rows) -> None:
 
 
 def measured(machine: Machine, at_once: Sequence[int], rounds: int) -> Rows:
-    """The cells of a pair that is ready, behind a short one that warms it."""
+    """The cells of a pair that is ready, behind a short one of as many chats: first batches of a size take SGLang long."""
     rows: Rows = []
-    drive(machine, 2, 1, {"first": 1024, "turns": 2, "seed": 7})
+    drive(machine, max(at_once), 1, {"first": 1024, "turns": 2, "seed": 7})
     for chats in at_once:
         before = counted(machine)
         found = drive(machine, chats, rounds, {"first": FIRST, "turns": TURNS, "seed": chats})
