@@ -110,7 +110,7 @@ def keep(rows: Rows) -> None:
 
 
 def measured(machine: Machine, at_once: Sequence[int], rounds: int) -> Rows:
-    """The cells of a pair that is ready, behind a short one of as many chats: first batches of a size take SGLang long."""
+    """The cells of a pair that is ready, behind a short one of as many chats: SGLang is slow at first batches."""
     rows: Rows = []
     drive(machine, max(at_once), 1, {"first": 1024, "turns": 2, "seed": 7})
     for chats in at_once:
