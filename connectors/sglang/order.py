@@ -58,28 +58,25 @@ class HeldFirst:
     """The order of decode's queue. All ranks of an engine come to the same."""
 
     def __init__(self) -> None:
-        self._came = self._taken = 0
+        self._came = 0
 
     def arrange(self, queue: Any) -> None:
-        """Puts SGLang's DecodePreallocQueue in order, where more than one waits."""
-        if len(queue.queue) > 1 and not getattr(queue.tree_cache, "disable", True):
-            queue.queue.sort(key=lambda each: self._place(each, queue.tree_cache))
-
-    def took(self, prompts: int) -> None:
-        """So many have left the queue."""
-        self._taken += prompts
-
-    def _place(self, each: Any, tree: Any) -> tuple[bool, int]:
-        receiver = each.kv_receiver
-        if not hasattr(receiver, "asks_first"):
-            return False, 0  # SGLang's own, to warm up
-        if receiver.turn is None:
+        """Puts SGLang's DecodePreallocQueue in order, each time before it takes prompts in."""
+        ours = [each for each in queue.queue if hasattr(each.kv_receiver, "turn")]  # the others warm SGLang up
+        new = [each for each in ours if each.kv_receiver.turn is None]
+        taken = self._came - (len(ours) - len(new))
+        for each in new:
             self._came += 1
-            receiver.turn = Turn(self._came, self._taken)
-        turn: Turn = receiver.turn
-        if turn.is_held is None and receiver.asks_first:
+            each.kv_receiver.turn = Turn(self._came, taken)
+        if len(ours) > 1 and not getattr(queue.tree_cache, "disable", True):
+            places = {id(each): self._place(each, queue.tree_cache, taken) for each in ours}
+            queue.queue.sort(key=lambda each: places.get(id(each), (False, 0)))
+
+    def _place(self, each: Any, tree: Any, taken: int) -> tuple[bool, int]:
+        turn: Turn = each.kv_receiver.turn
+        if turn.is_held is None and each.kv_receiver.asks_first:
             turn.is_held = _is_held(each.req, tree)
-        return not turn.is_held and self._taken - turn.taken < OVERTAKEN, turn.number
+        return not turn.is_held and taken - turn.taken < OVERTAKEN, turn.number
 
 
 def _is_held(request: Any, tree: Any) -> bool:

@@ -40,7 +40,7 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _take_in, HookType.AROUND)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
-        HookRegistry.register(f"{decode}.pop_preallocated", _in_turn, HookType.AROUND)
+        HookRegistry.register(f"{decode}._update_handshake_waiters", _in_turn, HookType.AFTER)
         turn = f"{prefill}.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run"
         HookRegistry.register(turn, _asked_first, HookType.BEFORE)
         inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
@@ -171,16 +171,10 @@ def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, 
     return result
 
 
-def _in_turn(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Decode takes prompts in, as far as it has room."""
-    if queue.transfer_backend.value != BACKEND:
-        return original(queue, *args, **kwargs)
-    turns = queue.kv_manager.turns
-    turns.arrange(queue)
-    waiting = len(queue.queue)
-    result = original(queue, *args, **kwargs)
-    turns.took(waiting - len(queue.queue))
-    return result
+def _in_turn(result: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Decode has looked which prompts it may take in, and does so now, as far as it has room."""
+    if queue.transfer_backend.value == BACKEND:
+        queue.kv_manager.turns.arrange(queue)
 
 
 def _asked_first(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ INTERFACES: dict[str, tuple[tuple[str, ...] | None, ...]] = {
     f"{_PD}.utils:get_kv_class": (("transfer_backend", "class_type"),),
     f"{_PD}.decode:DecodePreallocQueue._init_kv_manager": ((),),
     f"{_PD}.decode:DecodePreallocQueue._create_receiver_and_enqueue": (("req", "is_rebootstrap"),),
-    f"{_PD}.decode:DecodePreallocQueue.pop_preallocated": (
+    f"{_PD}.decode:DecodePreallocQueue._update_handshake_waiters": (
         ("rids_to_check",),
         ("rids_to_check", "pp_good_rids", "pp_bad_rids"),
     ),

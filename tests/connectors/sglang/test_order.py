@@ -42,7 +42,6 @@ class Decode:
         """The first is taken in."""
         first = self.order()[:1]
         del self.queue.queue[0]
-        self.turns.took(1)
         return first
 
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvferry.connectors.sglang.order import asked_first
 from tests.connectors.sglang.engine_on_cpu import HEADS
-from tests.connectors.sglang.rig import PAGE, Pair, new_prompt, until
+from tests.connectors.sglang.rig import PAGE, Pair, new_prompt, stats_of, until
 from tests.support.devices import DeviceStack
+
+CHATS = 8
+FIRST = 5 * PAGE
+DECODES_SECONDS = 0.02  # an answer's tokens
 
 
 @pytest.fixture
-def pair(one_rank: None) -> Iterator[Pair]:
+def pairs(one_rank: None) -> Iterator[Callable[[int], Pair]]:
+    """Makes a pair whose decode has so many pages."""
     with DeviceStack() as stack, ExitStack() as patches:
-        made = Pair(stack, patches, decode_tokens=12 * PAGE, deadline_seconds=10)
-        try:
-            yield made
-        finally:
-            made.close()
+
+        def pair(pages: int) -> Pair:
+            made = Pair(stack, patches, prefill_tokens=64 * PAGE, decode_tokens=pages * PAGE, deadline_seconds=15)
+            patches.callback(made.close)
+            return made
+
+        yield pair
 
 
-def test_decode_takes_in_first_what_it_holds_and_prefill_computes_that_first(pair: Pair) -> None:
+def test_decode_takes_in_first_what_it_holds_and_prefill_computes_that_first(pairs: Callable[[int], Pair]) -> None:
+    pair = pairs(12)
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 
     held = new_prompt(5 * PAGE)
@@ -58,3 +69,45 @@ def test_decode_takes_in_first_what_it_holds_and_prefill_computes_that_first(pai
         prefill.compute(theirs)
         assert decode.arrived(mine) and prefill.is_sent(theirs)
         decode.finish(mine)
+
+
+def test_of_chats_that_come_at_once_those_in_the_pool_need_not_come_back(pairs: Callable[[int], Pair]) -> None:
+    """Decode has room for half of them. In the order of their coming each would be evicted by those before it."""
+    pair = pairs(24)
+    until(lambda: stats_of(pair, "decode").host.pages > 0)
+    chats = [new_prompt(FIRST) for _ in range(CHATS)]
+    take_a_turn(pair, chats)
+    before = stats_of(pair, "decode").tiers.restored_pages
+    chats = [new_prompt(FIRST + PAGE // 2, chat) for chat in chats]
+    take_a_turn(pair, chats)
+    restored = stats_of(pair, "decode").tiers.restored_pages - before
+    assert restored <= CHATS * FIRST // PAGE * 5 // 8, "in the order of their coming 30 of 40"
+
+
+def take_a_turn(pair: Pair, chats: Sequence[list[int]]) -> None:
+    """All chats at once, one prompt a step of prefill's."""
+    decode, prefill = pair.decode, pair.prefill
+    both = [pair.requests(chat) for chat in chats]
+    for theirs, ours in both:
+        decode.admit(ours)
+        prefill.queue.add(theirs, HEADS)
+    waiting: list[Any] = []
+    decoding: dict[Any, float] = {}
+    finished = 0
+
+    def step() -> bool:
+        nonlocal finished
+        waiting.extend(prefill.queue.pop_bootstrapped())
+        waiting[:] = asked_first(waiting, prefill.manager.agree)
+        if waiting:
+            prefill.compute(waiting.pop(0))
+        prefill.inflight()
+        decoding.update({ours: time.monotonic() + DECODES_SECONDS for ours in decode.turn()})
+        for ours in [each for each, end in decoding.items() if end <= time.monotonic()]:
+            del decoding[ours]
+            decode.finish(ours)
+            finished += 1
+        return finished == len(chats)
+
+    until(step)
+    until(lambda: decode.turn() or not decode.manager.finished._running)
