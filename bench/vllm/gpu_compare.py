@@ -18,9 +18,9 @@ itself and none is always the first. With `--together`, where GPU memory has roo
 but for the one that is asked: they differ less in what the machine does meanwhile. `--decode-cache`: the share of one
 round's tokens that the decode engine's blocks hold; `host` is a third, and kvferry's host tier. The working set is that
 of the largest `--at-once` of a call, or of its `--population`: so many chats take turns, `--at-once` of them at a time.
-Cells are measured with young caches and, with `--wrap`, once more when twice as many tokens as they hold have passed;
-with `--cold`, once more where prefill's engine forgets all before each turn. A run is appended to `--output`; a call
-may hold any part of the cells.
+Cells are measured in each of `--states`: with young caches, when twice as many tokens as they hold have passed
+(wrapped), and where prefill's engine forgets all before each turn (cold). A run is appended to `--output`; a call may
+hold any part of the cells.
 
 Behind each cell's table stands where the milliseconds to the first token are, in the mean: rows follow each other and
 sum to TTFT. "front end" is what is outside of the servers, the servers' own are what is neither queue nor steps;
@@ -55,6 +55,7 @@ from rich.console import Console
 
 from kvferry.daemon.config.values import parse_size
 
+STATES = ("young", "wrapped", "cold")
 SHARES = {"all": 1.1, "half": 0.5, "third": 1 / 3, "host": 1 / 3}
 WRAP_AT_ONCE = 32
 FORGET_TRIES = 20
@@ -233,7 +234,7 @@ def up(systems: Sequence[str], spec: Spec, args: argparse.Namespace, console: Co
 def measure(there: list[Running], cache: str, args: argparse.Namespace, console: Console, visits: int) -> None:
     """The cells of systems that are up, which are asked by turns; each row is kept as it comes."""
     each_token = token_bytes(model_folder())
-    for state in ("young", *(["wrapped"] if args.wrap else []), *(["cold"] if args.cold else [])):
+    for state in args.states:
         if state == "wrapped":
             for each in there:
                 wrap(each.cluster, each.url, each.spec, args, each_token)
@@ -251,7 +252,7 @@ def measure(there: list[Running], cache: str, args: argparse.Namespace, console:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(width=170)
-    if args.cold:
+    if "cold" in args.states:
         os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     if "offload" in args.systems and args.decode_cache != ["host"]:
@@ -309,8 +310,7 @@ def main() -> int:
     runs.add_argument("--population", type=int, default=0, metavar="CHATS", help="of a round; 0: those asked at a time")
     runs.add_argument("--visits", type=int, default=2, help="of each system")
     runs.add_argument("--requests", type=int, default=200, help="of a cell, in each visit, about")
-    runs.add_argument("--wrap", action="store_true")
-    runs.add_argument("--cold", action="store_true", help="also with nothing kept by prefill's engine between turns")
+    runs.add_argument("--states", nargs="+", choices=STATES, default=["young"], help="of the caches")
     runs.add_argument("--together", action="store_true", help="all systems are up at once, and asked by turns")
     runs.add_argument("--first", type=int, default=8192, metavar="TOKENS")
     runs.add_argument("--more", type=int, default=512, metavar="TOKENS")
