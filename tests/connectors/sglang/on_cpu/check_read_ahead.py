@@ -9,9 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
-from kvferry.connectors.sglang.read_ahead import PagesRead
 from tests.connectors.sglang.rig import PAGE, Pair, kv_of, new_prompt
 from tests.support.devices import DeviceStack
 
@@ -80,12 +78,3 @@ def test_pages_that_gave_way_to_others_are_not_sent(pair: Pair, asked: list[Any]
         assert is_right(pair, ours, prompt)
     assert read[0] is not None and read[1] is None
     assert vars(pair.prefill.allocator)["free"] is overwritten
-
-
-def test_more_than_was_read_is_not_guessed() -> None:
-    read = PagesRead(2 * PAGE, 7 * PAGE - 1, torch.arange(7, 12), None)
-    for start, tokens, pages in ((3, 2 * PAGE + 1, [8, 9, 10]), (2, 5 * PAGE - 1, [7, 8, 9, 10, 11])):
-        found = read.of(start * PAGE, tokens, PAGE)
-        assert found is not None and found.tolist() == pages
-    for start, tokens in ((PAGE, PAGE), (2 * PAGE, 5 * PAGE), (3 * PAGE - 1, PAGE)):
-        assert read.of(start, tokens, PAGE) is None
