@@ -46,7 +46,7 @@ def asked_first(requests: Sequence[Any], agree: Callable[[list[bool]], list[bool
 
 
 @dataclass(slots=True)
-class Turn:
+class QueuePlace:
     """A prompt's among those that wait for decode."""
 
     number: int  # in the order of their coming
@@ -67,13 +67,13 @@ class HeldFirst:
         taken = self._came - (len(ours) - len(new))
         for each in new:
             self._came += 1
-            each.kv_receiver.turn = Turn(self._came, taken)
+            each.kv_receiver.turn = QueuePlace(self._came, taken)
         if len(ours) > 1 and not getattr(queue.tree_cache, "disable", True):
             places = {id(each): self._place(each, queue.tree_cache, taken) for each in ours}
             queue.queue.sort(key=lambda each: places.get(id(each), (False, 0)))
 
     def _place(self, each: Any, tree: Any, taken: int) -> tuple[bool, int]:
-        turn: Turn = each.kv_receiver.turn
+        turn: QueuePlace = each.kv_receiver.turn
         if turn.is_held is None and each.kv_receiver.asks_first:
             turn.is_held = _is_held(each.req, tree)
         return not turn.is_held and taken - turn.taken < OVERTAKEN, turn.number

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvferry.connectors.sglang.digests import seed_of
 from kvferry.connectors.sglang.manager import KVFerryManager
-from kvferry.connectors.sglang.order import Turn
+from kvferry.connectors.sglang.order import QueuePlace
 from kvferry.connectors.sglang.peers import UNKNOWN
 from kvferry.connectors.sglang.transfers import FetchedPrompt, PageTransfer, PollState
 
@@ -34,7 +34,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._state = PollState.BOOTSTRAPPING  # until it is handed in
         self._reason = ""
         self._prefill = UNKNOWN
-        self.turn: Turn | None = None  # once others wait beside it
+        self.turn: QueuePlace | None = None  # once others wait beside it
 
     def take_request(self, request: Any, *, rebootstrap: bool) -> None:
         """Called with the request that it is made for."""

@@ -1,4 +1,4 @@
-"""Computed prompts that wait in the host tier, and are sent from there; in SGLang which of them go first, and whose pages."""
+"""Computed prompts that wait in the host tier, and are sent from there; in SGLang who goes first, with which pages."""
 
 from tests.mutants.guard import Guard
 
