@@ -159,7 +159,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return StoredPrompt(transfer, blocks, self.begun())
 
     def agree(self, over: list[bool]) -> list[bool]:
-        """Of each, whether all ranks say so."""
+        """Whether all ranks say so, of each."""
         if self.attn_tp_size == 1:
             return over
         import torch

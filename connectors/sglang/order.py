@@ -1,4 +1,4 @@
-"""Whose turn is next where several prompts wait. Decode takes in first those that its pool holds, which cost it next to
+"""Who goes first where several prompts wait. Decode takes in first those that its pool holds, which cost it next to
 no room and no copy; in the order of their coming they would be evicted by those before them. Prefill computes first
 what decode has asked for: so both are at the same prompts, and no page of decode's waits for prefill's queue to end.
 """

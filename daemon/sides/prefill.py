@@ -243,7 +243,7 @@ class PrefillSide(Side[PrefillCore]):
         self.flush()
 
     def _tell_asked(self, name: Name) -> None:
-        """Its worker has not begun it. Which that will be is not known: an engine computes first what is asked for."""
+        """Tells workers of a prompt that none has begun: an engine computes first what is asked for."""
         event = wire.WorkerEvent(asked=wire.Asked(name=name.to_proto()))
         for worker in self.workers.here.values():
             if worker.hears_asks:
