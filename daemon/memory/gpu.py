@@ -9,6 +9,7 @@ reports pages only when its kernels have ended, and pages are told to a worker o
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor
@@ -28,7 +29,7 @@ from kvferry._core import (
 from kvferry.daemon.memory.block_table import PLAIN_PAGES, BlockTable, PagePlaces, table_of
 from kvferry.daemon.memory.gpu_completions import CopyEnds
 from kvferry.daemon.memory.gpu_ranks import MappedRank, OwnRank, RankMemory, run_all
-from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
+from kvferry.daemon.memory.interface import WHOLE, CopyEnd, ScatterEnd
 from kvferry.daemon.memory.tier_lanes import TierBytes, TierLanes, clear_tails
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.gpu_slots import GpuSlot
@@ -285,24 +286,24 @@ class GpuPoolMemory:
     def detach_rows(self) -> None:
         self._rows = None
 
-    def spill(self, pages: Int64s, rows: Int64s) -> None:
+    def spill(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         issues: list[Callable[[], GpuCopy]] = []
-        for shard in self.shape.row_shards:
+        for shard, part in itertools.product(self.shape.row_shards, parts):
             rank = self._ranks[shard.ranks[0]]
             to = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
-            ids, whole = self._places.of(pages), rank.whole[shard.cache]
-            issues.append(partial(rank.spills.to_host, whole, ids, self._tier_rows, rows, **to))
+            ids, whole = self._places.of(pages[part]), rank.whole[shard.cache]
+            issues.append(partial(rank.spills.to_host, whole, ids, self._tier_rows, rows[part], **to))
         run_all(issues)
         clear_tails(self.shape, self.block_table, pages, np.frombuffer(self._tier_rows, np.uint8), rows)
 
-    def restore(self, pages: Int64s, rows: Int64s) -> None:
+    def restore(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         issues: list[Callable[[], GpuCopy]] = []
-        for shard in self.shape.row_shards:
+        for shard, part in itertools.product(self.shape.row_shards, parts):
             source = {"row_stride": self.shape.row_bytes, "row_offset": shard.start}
             for each in shard.ranks:
                 rank = self._ranks[each]
-                ids, whole = self._places.of(pages), rank.whole[shard.cache]
-                issues.append(partial(rank.restores.from_host, whole, ids, self._tier_rows, rows, **source))
+                ids, whole = self._places.of(pages[part]), rank.whole[shard.cache]
+                issues.append(partial(rank.restores.from_host, whole, ids, self._tier_rows, rows[part], **source))
         run_all(issues)
 
     def copy_statistics(self) -> CopyStatistics:

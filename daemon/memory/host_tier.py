@@ -365,8 +365,8 @@ class HostTier:
         size = memory.shape.row_bytes
         failed: list[int] = []
         sums: NDArray[np.uint64] | None = None
-        for part in self._there.parts(rows):
-            (memory.spill if known is None else memory.restore)(device[part], rows[part])
+        # All parts in one go: a second one would be behind the copies that others have begun meanwhile.
+        (memory.spill if known is None else memory.restore)(device, rows, self._there.parts(rows))
         if known is None and (self._checksums or self._file is not None):
             sums = checksum_rows(self._rows.buffer, rows, size)
             if self._file is not None:

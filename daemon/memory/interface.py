@@ -62,6 +62,9 @@ class Pinner(Protocol):
         """What keeps it pinned, and exported, while it is held. For threads. OSError."""
 
 
+WHOLE = (slice(None),)
+
+
 class PoolMemory(Protocol):
     """Owns the memory of a pool of `shape`, or its mapping. `sending`, `receiving`, `spill`,
     `restore` and `close` may wait for devices: they are for threads. All other methods are called on the event
@@ -118,11 +121,12 @@ class PoolMemory(Protocol):
     def detach_rows(self) -> None:
         """Forgets it: nothing of it is held any more, and no copy runs. Idempotent."""
 
-    def spill(self, pages: Int64s, rows: Int64s) -> None:
+    def spill(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         """Copies page pages[i] -> row rows[i]; blocks until it is done, on a copy thread, beside other spills and
-        restores of other pages and rows. OSError or ValueError: failed."""
+        restores of other pages and rows. `parts`: of both, that a device's driver may not copy as one. OSError or
+        ValueError: failed."""
 
-    def restore(self, pages: Int64s, rows: Int64s) -> None:
+    def restore(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         """Copies row rows[i] -> page pages[i], on all ranks; otherwise as `spill`."""
 
     def copy_statistics(self) -> CopyStatistics:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvferry import _core
 from kvferry.daemon.memory.block_table import PLAIN_PAGES, BlockTable, PagePlaces, table_of
 from kvferry.daemon.memory.copy_threads import CopyThreads, attempt
-from kvferry.daemon.memory.interface import CopyEnd, ScatterEnd
+from kvferry.daemon.memory.interface import WHOLE, CopyEnd, ScatterEnd
 from kvferry.daemon.memory.tier_lanes import TierLanes, clear_tails
 from kvferry.proto import worker_pb2 as wire
 from kvferry.transfer.courier.host_slots import HostSlots
@@ -249,7 +249,7 @@ class SharedPoolMemory:
     def detach_rows(self) -> None:
         self._tier_rows = None
 
-    def spill(self, pages: Int64s, rows: Int64s) -> None:
+    def spill(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         for shard in self.shape.row_shards:
             tier, sizes = self._tier_runs(shard, shard.ranks[0], rows)
             pool, there = self._pool_runs(shard, shard.ranks[0], pages)
@@ -259,7 +259,7 @@ class SharedPoolMemory:
         assert self._tier_rows is not None
         clear_tails(self.shape, self.block_table, pages, self._tier_rows, rows)
 
-    def restore(self, pages: Int64s, rows: Int64s) -> None:
+    def restore(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         for shard in self.shape.row_shards:
             for rank in shard.ranks:
                 tier, sizes = self._tier_runs(shard, rank, rows)

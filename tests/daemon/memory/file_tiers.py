@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from kvferry.daemon.core.cache import Cache
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.memory.host_tier import HostTier
+from kvferry.daemon.memory.interface import WHOLE
 from kvferry.radix.pool import PagePool
 from kvferry.transfer.geometry.layouts import Int64s
 from kvferry.transfer.host_tier.rows import FileRows, TierRows, checksum_rows
@@ -82,14 +83,14 @@ class DeviceMemory:
     def detach_rows(self) -> None:
         self.rows = memoryview(b"")
 
-    def spill(self, pages: Int64s, rows: Int64s) -> None:
+    def spill(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
             half = ROW_BYTES // 2
             self.rows[row * ROW_BYTES : row * ROW_BYTES + half] = self.pages[page][:half]
             self.during()
             self.rows[row * ROW_BYTES + half : (row + 1) * ROW_BYTES] = self.pages[page][half:]
 
-    def restore(self, pages: Int64s, rows: Int64s) -> None:
+    def restore(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
             self.pages[page] = bytes(self.rows[row * ROW_BYTES : (row + 1) * ROW_BYTES])
         self.during()

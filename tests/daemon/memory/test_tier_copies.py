@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ class SlowMemory:
         self.tier_copies = at_once
         self.shape = SimpleNamespace(row_bytes=ROW_BYTES)
         self.running: list[int] = []
+        self.parts: list[list[int]] = []
         self.gates = {page: threading.Event() for page in range(ROWS)}
 
     def pinner(self) -> None: ...
@@ -34,8 +36,9 @@ class SlowMemory:
 
     def detach_rows(self) -> None: ...
 
-    def spill(self, pages: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    def spill(self, pages: NDArray[np.int64], rows: NDArray[np.int64], parts: Sequence[slice]) -> None:
         page = int(pages[0])
+        self.parts += [rows[part].tolist() for part in parts]
         self.running.append(page)
         try:
             assert self.gates[page].wait(20)
@@ -78,6 +81,29 @@ def test_so_many_run_at_a_time_and_end_in_any_order(at_once: int, kind: Any) -> 
             await until(lambda page=page: page in ended)
         assert sorted(ended) == list(range(5)) and ended[0] == at_once - 1
         assert tier.oldest(time.monotonic()) == 0
+        await tier.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", [SPILL, RESTORE])
+def test_the_parts_of_a_copy_are_begun_together(kind: Any) -> None:
+    """Of rows that were pinned apart: a second part would wait for all that others have begun behind the first."""
+    memory = SlowMemory(1)
+    anything: Any = memory
+
+    async def story() -> None:
+        tier = HostTier(anything, AnonymousRows(ROWS, ROW_BYTES), ROWS, checksums=False)
+        tier._there._step = 3
+        copy: Any = SimpleNamespace(
+            kind=kind, device=[0, 1, 2, 3], host=[1, 2, 3, 4], digests=bytes(128), parents=bytes(128), outputs=bytes(4)
+        )
+        ended = asyncio.Event()
+        tier.start(CopyStarted(0, bytes(32), copy), lambda *_: ended.set())
+        await until(lambda: memory.running)
+        assert memory.parts == [[1, 2], [3, 4]]
+        memory.gates[0].set()
+        await asyncio.wait_for(ended.wait(), 20)
         await tier.close()
 
     asyncio.run(story())

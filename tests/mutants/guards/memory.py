@@ -134,8 +134,7 @@ HOST_TIER = (
         "a row's checksum is of what was copied, not of what was there before",
         TIER,
         "HostTier._copy",
-        """        for part in self._there.parts(rows):
-            (memory.spill if known is None else memory.restore)(device[part], rows[part])
+        """        (memory.spill if known is None else memory.restore)(device, rows, self._there.parts(rows))
         if known is None and (self._checksums or self._file is not None):
             sums = checksum_rows(self._rows.buffer, rows, size)
             if self._file is not None:
@@ -145,8 +144,7 @@ HOST_TIER = (
             sums = checksum_rows(self._rows.buffer, rows, size)
             if self._file is not None:
                 self._write_entries(self._file, started, rows, sums)
-        for part in self._there.parts(rows):
-            (memory.spill if known is None else memory.restore)(device[part], rows[part])
+        (memory.spill if known is None else memory.restore)(device, rows, self._there.parts(rows))
 """,
         OF_TIER,
     ),

@@ -22,7 +22,7 @@ from kvferry.daemon.memory.block_table import BlockTable
 from kvferry.daemon.memory.copy_threads import CopyThreads
 from kvferry.daemon.memory.growing_rows import Held
 from kvferry.daemon.memory.host_tier import CopyDone, HostTier
-from kvferry.daemon.memory.interface import PoolMemory
+from kvferry.daemon.memory.interface import WHOLE, PoolMemory
 from kvferry.daemon.memory.tier_lanes import TierBytes, clear_tails
 from kvferry.radix.digests import split_digests
 from kvferry.radix.pool import PagePool, PageState
@@ -148,11 +148,11 @@ class TierMemory:
         """Up to any byte."""
         self._move(moving, self._clock.random.randint(moving.bytes, len(moving.rows) * PAGE_BYTES))
 
-    def spill(self, pages: Int64s, rows: Int64s) -> None:
+    def spill(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         """A part of those that were entered together."""
         self._end(next(each for each in self._moving.values() if int(pages[0]) in each.pages))
 
-    def restore(self, pages: Int64s, rows: Int64s) -> None:
+    def restore(self, pages: Int64s, rows: Int64s, parts: Sequence[slice] = WHOLE) -> None:
         self.spill(pages, rows)
 
     def _end(self, moving: Moving) -> None:
