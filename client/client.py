@@ -78,7 +78,6 @@ class DaemonClient:
         """Done when the session is broken; not when it was closed from here."""
         self.end = DaemonEnd(welcome) if attachment.pools.in_blocks else None
         """The proof that nothing touches blocks that were registered; None where none were."""
-        self.hear_asked: Callable[[RequestName], None] = lambda name: None  # of what Asked names
         self._stream = stream
         self._attachment = attachment
         self._rank = rank
@@ -181,7 +180,8 @@ class DaemonClient:
         return await self._wait(name, request.ready, request.deadline_s + ANSWER_SLACK_S, "Ready")
 
     def page_tokens(self, name: RequestName, first_token: int, tokens: Sequence[int]) -> None:
-        """Tells the daemon `tokens` of the prompt's full pages from `Ready.page_tokens_from` on, where it is given."""
+        """Tells the daemon `tokens` of the prompt's full pages from `Ready.page_tokens_from` on, where that is
+        given."""
         self.check(name)
         told = worker_pb2.PageTokens(name=name.to_proto(), first_token=first_token, tokens=tokens)
         if told.ByteSize() <= MAX_FINISH_DIGEST_BYTES:  # for others only: a message that is too long is left out
@@ -311,7 +311,8 @@ class DaemonClient:
             raise request.failure
 
     def check_kept(self, name: RequestName) -> None:
-        """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: it is to finish."""
+        """Checks as `check` does; raises Retracted, too, when the daemon wants the pages back: the request is to
+        finish."""
         self.check(name)
         if self._of(name).retracted:
             raise Retracted
@@ -333,7 +334,8 @@ class DaemonClient:
             self._requests.pop(name, None)
 
     def decline(self, name: RequestName, reason: str) -> None:
-        """Tells the other ranks of the engine, where there are, that this one will not open what they open."""
+        """Tells the other ranks of the engine, where it has several, that this one will not open the request that they
+        open."""
         if self._rank is not None and self._broken is None:
             for message in self._rank.refusal(name.to_proto(), reason[:MAX_REASON_CHARS]):
                 self._stream.send(message)
@@ -444,7 +446,5 @@ class DaemonClient:
             raise ValueError("a second Welcome")
         if kind is not None:
             name = RequestName.from_proto(getattr(event, kind).name)
-            if kind == "asked":
-                self.hear_asked(name)
-            elif (request := self._requests.get(name)) is not None:  # else its Abort and this event crossed
+            if (request := self._requests.get(name)) is not None:  # else its Abort and this event crossed
                 request.take(kind, event)

@@ -78,10 +78,9 @@ class EnginePools:
     def message(self) -> worker_pb2.EnginePool:
         return self._registration.to_proto()
 
-    def computes_ahead(self) -> None:
-        """Before it is registered: a prefill engine computes prompts into it that decode has not asked for. They may be
-        moved out of it, and the engine hears of those that are asked for."""
-        self._registration = replace(self._registration, stows=True, hears_asks=True)
+    def stows(self) -> None:
+        """Before it is registered: prompts that a prefill engine has computed into it may be moved out of it."""
+        self._registration = replace(self._registration, stows=True)
 
     def mapped(self) -> None:
         """The daemon has mapped it, or has refused to. Idempotent."""

@@ -72,7 +72,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., aux: _Optional[_Union[Aux, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., quiesced: _Optional[_Union[Quiesced, _Mapping]] = ..., page_tokens: _Optional[_Union[PageTokens, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., stow: _Optional[_Union[Stow, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end", "proceed", "stowed", "asked")
+    __slots__ = ("welcome", "admitted", "begun", "ready", "grown", "ended", "failed", "retract", "end", "proceed", "stowed")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
@@ -84,7 +84,6 @@ class WorkerEvent(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     PROCEED_FIELD_NUMBER: _ClassVar[int]
     STOWED_FIELD_NUMBER: _ClassVar[int]
-    ASKED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     admitted: Admitted
     begun: Begun
@@ -96,8 +95,7 @@ class WorkerEvent(_message.Message):
     end: SessionEnd
     proceed: Proceed
     stowed: Stowed
-    asked: Asked
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ..., stowed: _Optional[_Union[Stowed, _Mapping]] = ..., asked: _Optional[_Union[Asked, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., grown: _Optional[_Union[Grown, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., retract: _Optional[_Union[Retract, _Mapping]] = ..., end: _Optional[_Union[SessionEnd, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ..., stowed: _Optional[_Union[Stowed, _Mapping]] = ...) -> None: ...
 
 class SessionEnd(_message.Message):
     __slots__ = ("code", "details", "daemon_ended")
@@ -138,20 +136,18 @@ class OneRank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class EnginePool(_message.Message):
-    __slots__ = ("pages", "storage", "ranks", "block_tokens", "stows", "hears_asks")
+    __slots__ = ("pages", "storage", "ranks", "block_tokens", "stows")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOWS_FIELD_NUMBER: _ClassVar[int]
-    HEARS_ASKS_FIELD_NUMBER: _ClassVar[int]
     pages: int
     storage: _common_pb2.Storage
     ranks: _containers.RepeatedCompositeFieldContainer[EngineRank]
     block_tokens: int
     stows: bool
-    hears_asks: bool
-    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., stows: bool = ..., hears_asks: bool = ...) -> None: ...
+    def __init__(self, pages: _Optional[int] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., ranks: _Optional[_Iterable[_Union[EngineRank, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., stows: bool = ...) -> None: ...
 
 class EngineRank(_message.Message):
     __slots__ = ("memories", "tensors")
@@ -200,7 +196,7 @@ class EngineTensor(_message.Message):
     def __init__(self, memory: _Optional[int] = ..., offset: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ..., cache: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens", "block_tokens", "stows", "way_back", "ends_itself", "tells_asks")
+    __slots__ = ("protocol", "daemon", "incarnation", "namespace_id", "geometry", "epoch", "pages", "segment", "session_file", "peer_address", "max_tokens", "rank_pools", "storage", "page_tokens", "block_tokens", "stows", "way_back", "ends_itself")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     DAEMON_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -219,7 +215,6 @@ class Welcome(_message.Message):
     STOWS_FIELD_NUMBER: _ClassVar[int]
     WAY_BACK_FIELD_NUMBER: _ClassVar[int]
     ENDS_ITSELF_FIELD_NUMBER: _ClassVar[int]
-    TELLS_ASKS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     daemon: str
     incarnation: bytes
@@ -238,8 +233,7 @@ class Welcome(_message.Message):
     stows: bool
     way_back: bool
     ends_itself: bool
-    tells_asks: bool
-    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ..., block_tokens: _Optional[int] = ..., stows: bool = ..., way_back: bool = ..., ends_itself: bool = ..., tells_asks: bool = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., daemon: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., namespace_id: _Optional[bytes] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., epoch: _Optional[int] = ..., pages: _Optional[int] = ..., segment: _Optional[str] = ..., session_file: _Optional[str] = ..., peer_address: _Optional[str] = ..., max_tokens: _Optional[int] = ..., rank_pools: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ..., storage: _Optional[_Union[_common_pb2.Storage, str]] = ..., page_tokens: bool = ..., block_tokens: _Optional[int] = ..., stows: bool = ..., way_back: bool = ..., ends_itself: bool = ...) -> None: ...
 
 class RankPool(_message.Message):
     __slots__ = ("segment", "ipc_handle", "device", "device_uuid", "nbytes", "offset")
@@ -474,12 +468,6 @@ class Stowed(_message.Message):
     stored: bool
     asked: bool
     def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ..., stored: bool = ..., asked: bool = ...) -> None: ...
-
-class Asked(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: _common_pb2.RequestName
-    def __init__(self, name: _Optional[_Union[_common_pb2.RequestName, _Mapping]] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("name",)

@@ -11,7 +11,6 @@ import requests
 from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvferry.connectors.sglang.peers import UNKNOWN, PeerDaemon
 from kvferry.proto.limits import MAX_NAME_CHARS
 
 ROUTE = "/kvferry"
@@ -27,7 +26,7 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's, which also keeps the names of the daemons beside a prefill engine's data-parallel ranks."""
 
     def _setup_routes(self) -> None:
-        self._daemons: dict[int, PeerDaemon] = {}
+        self._daemons: dict[int, str] = {}
         super()._setup_routes()
         self.app.router.add_put(ROUTE, self._put_daemon)
         self.app.router.add_get(ROUTE, self._get_daemon)
@@ -35,33 +34,33 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     async def _put_daemon(self, request: web.Request) -> web.Response:
         try:
             told: Any = await request.json()
-            rank, name, tells_asks = told["dp_rank"], told["daemon"], told.get("tells_asks", False)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            rank, name = told["dp_rank"], told["daemon"]
+        except (ValueError, KeyError, TypeError):
             return web.Response(status=400, text="the body must be JSON with dp_rank and daemon")
         if type(rank) is not int or not 0 <= rank < MAX_RANKS:
             return web.Response(status=400, text=f"dp_rank is {rank!r}; it must be 0 to {MAX_RANKS - 1}")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
             return web.Response(status=400, text=f"daemon must be text of 1 to {MAX_NAME_CHARS} characters")
-        self._daemons[rank] = PeerDaemon(name, tells_asks is True)
+        self._daemons[rank] = name
         return web.Response(text="OK")
 
     async def _get_daemon(self, request: web.Request) -> web.Response:
-        found = self._daemons.get(_number(request.query.get("dp_rank", "")))
-        if found is None:
+        name = self._daemons.get(_number(request.query.get("dp_rank", "")))
+        if name is None:
             return web.Response(status=404, text="no such rank has told the name of its daemon")
-        return web.json_response({"daemon": found.name, "tells_asks": found.tells_asks})
+        return web.json_response({"daemon": name})
 
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 9 else -1
 
 
-def announce(address: str, dp_rank: int, daemon: PeerDaemon, outdated: threading.Event) -> None:
-    """Tells a bootstrap server, at host:port, of it, until it is outdated. Waits for one that is about to start."""
+def announce(address: str, dp_rank: int, daemon: str, outdated: threading.Event) -> None:
+    """Tells a bootstrap server, at host:port, the name, until it is outdated. Waits for one that is about to start."""
     end = time.monotonic() + ANNOUNCE_SECONDS
     while not outdated.is_set():
         try:
-            body: dict[str, int | str] = {"dp_rank": dp_rank, "daemon": daemon.name, "tells_asks": daemon.tells_asks}
+            body: dict[str, int | str] = {"dp_rank": dp_rank, "daemon": daemon}
             answer = requests.put(f"http://{address}{ROUTE}", json=body, timeout=ASK_SECONDS)
             if answer.ok:
                 return
@@ -86,13 +85,12 @@ def tell_rank(address: str, room: int, dp_rank: int) -> None:
         _log.error("the bootstrap server at %s does not take the rank of room %d: %s", address, room, error)
 
 
-def daemon_of(address: str, dp_rank: int) -> PeerDaemon:
-    """The daemon beside a prefill engine; UNKNOWN: it is not known there yet."""
+def daemon_of(address: str, dp_rank: int) -> str:
+    """The name of the daemon beside a prefill engine; empty: it is not known there yet."""
     try:
         answer = requests.get(f"http://{address}{ROUTE}", params={"dp_rank": dp_rank}, timeout=ASK_SECONDS)
-        told = answer.json() if answer.ok else {"daemon": ""}
-        name, tells_asks = told["daemon"], told.get("tells_asks", False)
-    except (requests.RequestException, ValueError, KeyError, TypeError, AttributeError) as error:
+        name = answer.json()["daemon"] if answer.ok else ""
+    except (requests.RequestException, ValueError, KeyError, TypeError) as error:
         _log.warning("the bootstrap server at %s does not name its daemon: %s", address, error)
-        return UNKNOWN
-    return PeerDaemon(name, tells_asks is True) if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else UNKNOWN
+        return ""
+    return name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else ""

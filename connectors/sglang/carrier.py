@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvferry.client.requests import HandshakeFailed
-from kvferry.connectors.sglang.order import AskedNames
 from kvferry.connectors.sglang.settings import BackendSettings
 from kvferry.connectors.sglang.transfers import (
     FetchedPrompt,
@@ -25,7 +24,6 @@ from kvferry.connectors.sglang.transfers import (
 )
 from kvferry.connectors.worker_session import DaemonRefused, OpenSession, Sessions
 from kvferry.connectors.worker_state import wait_for
-from kvferry.proto import worker_pb2
 from kvferry.threads import CallThread, name_thread
 from kvferry.waiting import have_ended, slices
 
@@ -38,22 +36,20 @@ _log = logging.getLogger(__name__)
 
 
 class Carrier:
-    """`start`, then transfers; `close` ends it. `connected` hears what the daemon has told with each session, on a
-    thread."""
+    """`start`, then transfers; `close` ends it. `connected` hears the daemon's name and the namespace with each
+    session, on a thread."""
 
     def __init__(
         self,
         settings: BackendSettings,
         connect: OpenSession,
         write_row: Callable[[int, bytes], None],
-        connected: Callable[[worker_pb2.Welcome, threading.Event], None],
+        connected: Callable[[str, bytes, threading.Event], None],
     ) -> None:
         self.there = False
         """Whether there is a session."""
         self.stows = False
         """Whether its daemon takes computed prompts into a host tier."""
-        self.asked = AskedNames()
-        """Of prompts that decode has asked for before they were begun."""
         self._settings = settings
         self._connected = connected
         self._loop = asyncio.new_event_loop()
@@ -156,8 +152,8 @@ class Carrier:
         if there and client is not None:
             self._outdated.set()
             self._outdated = threading.Event()
-            client.hear_asked = self.asked.add
-            self._teller.submit(self._connected, client.welcome, self._outdated)
+            told = client.welcome
+            self._teller.submit(self._connected, told.daemon, told.namespace_id, self._outdated)
 
     async def _quiet(self) -> None:
         """Ends all that uses the session that is over; each transfer waits itself for what the daemon may still do."""

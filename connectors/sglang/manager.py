@@ -21,14 +21,13 @@ from kvferry.connectors.lookups import HeldPrefixes
 from kvferry.connectors.sglang import engine, facts
 from kvferry.connectors.sglang.bootstrap import announce, daemon_of, tell_rank
 from kvferry.connectors.sglang.carrier import Carrier
-from kvferry.connectors.sglang.order import HeldFirst
-from kvferry.connectors.sglang.peers import PeerDaemon, PeerNames
+from kvferry.connectors.sglang.peers import PeerNames
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import BackendSettings
 from kvferry.connectors.sglang.stores import FinishedPages
 from kvferry.connectors.sglang.transfers import GpuMoment, PageTransfer, StoredPrompt
 from kvferry.connectors.sglang.waiting import WaitingPrompts
-from kvferry.proto import common_pb2, worker_pb2
+from kvferry.proto import common_pb2
 
 # SGLang's scheduler never rests: for so long another thread waits for its turn, some times for each of the daemon's
 # words. A word and its answer take 0.5 ms so in the median, with 0.5 ms 1.2, with Python's own 5 ms 2.1 and sometimes
@@ -60,10 +59,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         own = self._own(queue, args)
         self._held: HeldPrefixes | None = None
         most = self.settings.waiting_share * int(min(args.kv_data_lens) // args.kv_item_lens[0])
-        self.turns = HeldFirst()
-        self.finished = FinishedPages(most, self._stored, lambda order: self.carrier.store(order), self.agree)
+        self.finished = FinishedPages(most, self._stored, lambda order: self.carrier.store(order), self._agree)
         self.waiting = WaitingPrompts(
-            most, lambda order: self.carrier.stow(order), lambda: self.carrier.stows, self.agree
+            most, lambda order: self.carrier.stow(order), lambda: self.carrier.stows, self._agree
         )
         self.carrier = Carrier(self.settings, own, self.rows.write, self._connected)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
@@ -85,7 +83,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         async def connect(*, deadline_s: float) -> DaemonClient:
             own = register()
             if self.is_prefill:
-                own.computes_ahead()
+                own.stows()
             return await DaemonClient.connect(
                 socket, role, told, worker, deadline_s=deadline_s, late_ms=LATE_MS, own=own, rank=rank
             )
@@ -109,17 +107,17 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """Has the bootstrap server know that this rank computes the room's prompt."""
         self.carrier.ask(partial(tell_rank, bootstrap_addr, room, self.system_dp_rank))
 
-    def _connected(self, told: worker_pb2.Welcome, outdated: threading.Event) -> None:
+    def _connected(self, daemon: str, namespace_id: bytes, outdated: threading.Event) -> None:
         if not self.is_prefill:
             if self._held is None and self.attn_tp_size == 1:
                 socket = self.settings.at_rank(self.system_dp_rank, self.system_dp_size)
-                self._held = HeldPrefixes(socket, common_pb2.ROLE_DECODE, told.namespace_id, timeout_s=HELD_SECONDS)
+                self._held = HeldPrefixes(socket, common_pb2.ROLE_DECODE, namespace_id, timeout_s=HELD_SECONDS)
         else:
             host = self.bootstrap_host
             if self.dist_init_addr:
                 host = NetworkAddress.parse(self.dist_init_addr).resolved().host
             address = NetworkAddress(_WILDCARDS.get(host, host), self.bootstrap_port).to_host_port_str()
-            announce(address, self.system_dp_rank, PeerDaemon(told.daemon, told.tells_asks), outdated)
+            announce(address, self.system_dp_rank, daemon, outdated)
 
     # -- the GPU
 
@@ -158,8 +156,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def _stored(self, transfer: PageTransfer, blocks: list[int]) -> StoredPrompt:
         return StoredPrompt(transfer, blocks, self.begun())
 
-    def agree(self, over: list[bool]) -> list[bool]:
-        """Whether all ranks say so, of each."""
+    def _agree(self, over: list[bool]) -> list[bool]:
         if self.attn_tp_size == 1:
             return over
         import torch

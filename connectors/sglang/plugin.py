@@ -40,9 +40,6 @@ def register() -> None:
         HookRegistry.register(f"{prefill}.PrefillBootstrapQueue.pop_bootstrapped", _take_in, HookType.AROUND)
         HookRegistry.register("sglang.srt.mem_cache.common.release_kv_cache", _release, HookType.AROUND)
         HookRegistry.register(f"{decode}.resume_retracted_reqs", _tidy, HookType.BEFORE)
-        HookRegistry.register(f"{decode}._update_handshake_waiters", _in_turn, HookType.AFTER)
-        turn = f"{prefill}.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run"
-        HookRegistry.register(turn, _asked_first, HookType.BEFORE)
         inflight = f"{prefill}.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue"
         HookRegistry.register(inflight, _give_back, HookType.BEFORE)
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _settle, HookType.AROUND)
@@ -52,16 +49,20 @@ def register() -> None:
 
 
 def _read_ahead(registry: Any, kinds: Any) -> None:
-    """Later versions read pages in another way, and have not what is hooked here."""
-    from sglang.srt.mem_cache import common
+    """In versions of which it is known what changes a prompt's pages, and that nothing else does: a wrong one would be
+    wrong bytes."""
+    import sglang
 
-    if not hasattr(common, "maybe_cache_unfinished_req"):
+    from kvferry.connectors.sglang.versions import READ_AHEAD
+
+    if getattr(sglang, "__version__", "") not in READ_AHEAD:
         return
     registry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", _read_pages, kinds.BEFORE)
     sends = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
     registry.register(sends, _send_chunk, kinds.AROUND)
-    registry.register(f"{common.__name__}.maybe_cache_unfinished_req", _cache_unfinished, kinds.AROUND)
-    registry.register(f"{common.__name__}.kv_to_page_indices", _pages_of, kinds.AROUND)
+    common = "sglang.srt.mem_cache.common"
+    registry.register(f"{common}.maybe_cache_unfinished_req", _cache_unfinished, kinds.AROUND)
+    registry.register(f"{common}.kv_to_page_indices", _pages_of, kinds.AROUND)
 
 
 def _extend(backends: Any) -> None:
@@ -147,7 +148,8 @@ def _cache_unfinished(original: Callable[..., Any], request: Any, tree: Any, *ar
 
 
 def _pages_of(original: Callable[..., Any], slots: Any, page_size: int) -> Any:
-    """Called by a prefill engine's `send_kv_chunk`, and elsewhere."""
+    """Called by a prefill engine's `send_kv_chunk`, for the prompt's pages alone: models that have other state are
+    refused. And elsewhere."""
     from kvferry.connectors.sglang.read_ahead import pages_being_sent
 
     read = pages_being_sent(len(slots), page_size)
@@ -169,21 +171,6 @@ def _release(original: Callable[..., Any], request: Any, tree: Any, *args: Any, 
     result = original(request, tree, *args, **kwargs)
     manager.keep_finished(request, tokens, tree)
     return result
-
-
-def _in_turn(result: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
-    """Decode has looked which prompts it may take in, and does so now, as far as it has room."""
-    if queue.transfer_backend.value == BACKEND:
-        queue.kv_manager.turns.arrange(queue)
-
-
-def _asked_first(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Prefill chooses prompts for its next step."""
-    queue = scheduler.disagg_prefill_bootstrap_queue
-    if queue.transfer_backend.value == BACKEND and len(scheduler.waiting_queue) > 1:
-        from kvferry.connectors.sglang.order import asked_first
-
-        scheduler.waiting_queue[:] = asked_first(scheduler.waiting_queue, queue.kv_manager.agree)
 
 
 def _tidy(queue: Any, *args: Any, **kwargs: Any) -> None:

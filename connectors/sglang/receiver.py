@@ -11,8 +11,6 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvferry.connectors.sglang.digests import seed_of
 from kvferry.connectors.sglang.manager import KVFerryManager
-from kvferry.connectors.sglang.order import QueuePlace
-from kvferry.connectors.sglang.peers import UNKNOWN
 from kvferry.connectors.sglang.transfers import FetchedPrompt, PageTransfer, PollState
 
 
@@ -33,8 +31,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._handed = self._aborted = False
         self._state = PollState.BOOTSTRAPPING  # until it is handed in
         self._reason = ""
-        self._prefill = UNKNOWN
-        self.turn: QueuePlace | None = None  # once others wait beside it
+        self._prefill = ""  # name of its daemon
 
     def take_request(self, request: Any, *, rebootstrap: bool) -> None:
         """Called with the request that it is made for."""
@@ -69,7 +66,7 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
             return
         self._handed = True
         self._transfer.state = PollState.TRANSFERRING
-        order = FetchedPrompt(self._transfer, self._prefill.name, start, blocks, aux_index, self.kv_mgr.begun())
+        order = FetchedPrompt(self._transfer, self._prefill, start, blocks, aux_index, self.kv_mgr.begun())
         self.kv_mgr.carrier.receive(order)
 
     def poll(self) -> PollState:
@@ -85,11 +82,6 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
                 self.kv_mgr.peers.forget(self.bootstrap_addr, self._dp_rank)
         return state
 
-    @property
-    def asks_first(self) -> bool:
-        """Whether prefill computes first what decode has asked for, so that decode may choose."""
-        return self._prefill.tells_asks
-
     def _bootstrapped(self) -> PollState:
         lacks = "prefill's rank"
         if self._dp_rank is not None:
@@ -97,9 +89,9 @@ class KVFerryReceiver(BaseKVReceiver):  # type: ignore[misc]
                 self._fail("it has no request: kvferry's hooks were not applied")
                 return self._state
             self._prefill = self.kv_mgr.peers.find(self.bootstrap_addr, self._dp_rank)
-            if self._prefill.name and self.kv_mgr.carrier.there:
+            if self._prefill and self.kv_mgr.carrier.there:
                 return PollState.WAITING_FOR_INPUT
-            lacks = "a session with the daemon" if self._prefill.name else "the name of prefill's daemon"
+            lacks = "a session with the daemon" if self._prefill else "the name of prefill's daemon"
         if time.monotonic() - self._born > self.kv_mgr.waiting_timeout:
             self._fail(f"{lacks} did not come within {self.kv_mgr.waiting_timeout} s")
         return self._state

@@ -89,6 +89,8 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
         end = transfer.tokens if last else self._sent * transfer.page_size
         row = self.kv_mgr.rows.read(self._row) if last else None
         chunk = PromptChunk(end, np.asarray(kv_indices).tolist(), () if after is None else (after,), row)
+        if last:
+            self.pages_read = None  # and with it the memory that it is in
         if self.order is None:
             self.order = SentPrompt(transfer)
             self._began = time.monotonic()
@@ -116,11 +118,6 @@ class KVFerrySender(BaseKVSender):  # type: ignore[misc]
             there = "decode has no room" if self.kv_mgr.carrier.there else "there is no session with the daemon"
             self._fail(f"not begun within {self.kv_mgr.bootstrap_timeout} s: {there}")
         return self._state
-
-    @property
-    def asked(self) -> bool:
-        """Whether decode has asked for it, and so has room."""
-        return self._transfer is not None and self._transfer.name in self.kv_mgr.carrier.asked
 
     @property
     def pages_held(self) -> int:

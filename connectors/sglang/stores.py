@@ -51,7 +51,7 @@ class FinishedPages:
         """`request` has finished with these tokens, and the tree has what it keeps of them. `name`: of the store."""
         room = self._most - sum(each.transfer.pages for each in self._running)
         try:
-            kept = locked_prefix(tree, tokens, names_beside(request), room)
+            kept = locked_prefix(tree, tokens, _names_beside(request), room)
         except UnknownTree as error:
             self._tell(f"{error} in this version of SGLang")
             return
@@ -96,7 +96,7 @@ class FinishedPages:
             _log.warning("a finished request's pages are not kept in the host tier: %s", why)
 
 
-def names_beside(request: Any) -> dict[str, Any]:
+def _names_beside(request: Any) -> dict[str, Any]:
     """What SGLang's key has beside the tokens."""
     beside = {"extra_key": request.extra_key}
     if (salt := getattr(request, "cache_salt", None)) is not None:

@@ -11,6 +11,7 @@ from kvferry.connectors.sglang.plugin import WEIGHT_UPDATES
 
 RUN = ("0.5.16",)
 READ = ("0.5.23",)  # by its interfaces alone
+READ_AHEAD = ("0.5.16",)  # whose prompts' pages are read before a step is launched: see read_ahead.py
 _log = logging.getLogger(__name__)
 _PD, _TREES = "sglang.srt.disaggregation", "sglang.srt.mem_cache"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
@@ -20,15 +21,7 @@ INTERFACES: dict[str, tuple[tuple[str, ...] | None, ...]] = {
     f"{_PD}.utils:get_kv_class": (("transfer_backend", "class_type"),),
     f"{_PD}.decode:DecodePreallocQueue._init_kv_manager": ((),),
     f"{_PD}.decode:DecodePreallocQueue._create_receiver_and_enqueue": (("req", "is_rebootstrap"),),
-    f"{_PD}.decode:DecodePreallocQueue._update_handshake_waiters": (
-        ("rids_to_check",),
-        ("rids_to_check", "pp_good_rids", "pp_bad_rids"),
-    ),
     f"{_PD}.decode:DecodePreallocQueue.resume_retracted_reqs": (("rids_to_check",),),
-    "sglang.srt.managers.scheduler:Scheduler.run_batch": (("batch", "pp_proxy_tensors"),),
-    f"{_PD}.prefill:SchedulerDisaggregationPrefillMixin.send_kv_chunk": (("req", "last_chunk", "end_idx"),),
-    "sglang.srt.mem_cache.common:maybe_cache_unfinished_req": (("req", "tree_cache", "kwargs"), None),
-    "sglang.srt.mem_cache.common:kv_to_page_indices": (("kv_indices", "page_size"),),
     "sglang.srt.mem_cache.common:release_kv_cache": (
         ("req", "tree_cache", "is_insert"),
         ("req", "tree_cache", "checkpoint"),
@@ -44,10 +37,6 @@ INTERFACES: dict[str, tuple[tuple[str, ...] | None, ...]] = {
     f"{_PD}.prefill:PrefillBootstrapQueue._init_kv_manager": ((),),
     f"{_PD}.prefill:PrefillBootstrapQueue.create_sender": (("req", "num_kv_heads"),),
     f"{_PD}.prefill:PrefillBootstrapQueue.pop_bootstrapped": (("return_failed_reqs", "rids_to_check"), ()),
-    f"{_PD}.prefill:SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run": (
-        ("running_batch", "last_batch"),
-        ("running_batch", "last_batch", "should_retry_storage_prefetch"),
-    ),
     f"{_PD}.prefill:SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue": (("rids_to_check",),),
     f"{_PD}.prefill:maybe_release_metadata_buffer": (("req", "allocator"),),
     f"{_PD}.utils:MetadataBuffers.get_buf_infos": ((),),

@@ -25,10 +25,6 @@ class PromptAhead(Protocol):
         """Pages of prefill's that it will keep locked, or does."""
 
     @property
-    def asked(self) -> bool:
-        """Whether decode has room for it."""
-
-    @property
     def order(self) -> SentPrompt | None:
         """The order of it; None: nothing of it is computed."""
 
@@ -56,8 +52,8 @@ class WaitingPrompts:
         self._next.clear()
 
     def take_in(self, prompt: PromptAhead) -> bool:
-        """Whether it may be computed, as far as this rank says: decode has room for it, or the share has."""
-        if there_is := prompt.asked or self._over < 0:
+        """Whether it may be computed before decode has room for it, as far as this rank says."""
+        if there_is := self._over < 0:
             self._next.add(prompt)
         return there_is
 

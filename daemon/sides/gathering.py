@@ -114,7 +114,7 @@ def check_alike(hellos: Sequence[wire.WorkerHello]) -> None:
         if hello.facts != first.facts:
             unlike = ", ".join(_unlike(hello.facts, first.facts)) or "what this daemon does not know"
             raise invalid(f"facts: those of rank {rank} are not those of rank 0: {unlike}")
-        for name in ("pages", "storage", "block_tokens", "stows", "hears_asks"):
+        for name in ("pages", "storage", "block_tokens", "stows"):
             own, other = getattr(hello.pool, name), getattr(first.pool, name)
             if own != other:
                 raise invalid(f"pool.{name} is {own} of rank {rank}, {other} of rank 0")

@@ -236,18 +236,8 @@ class PrefillSide(Side[PrefillCore]):
             sending.fail(ask.transfer, unavailable("the prefill daemon is shutting down"))
             return
         self.traces.asked_for(sending.number, ask.transfer, ask.traceparent, ask.pages)
-        is_new = name not in self.ready_core.entries
         self.ready_core.ask(sending.number, name, ask, self.deadline_of(ask.remaining_ms), self.now())
-        if is_new and name in self.ready_core.entries:
-            self._tell_asked(name)
         self.flush()
-
-    def _tell_asked(self, name: Name) -> None:
-        """Tells workers of a prompt that none has begun: an engine computes first what is asked for."""
-        event = wire.WorkerEvent(asked=wire.Asked(name=name.to_proto()))
-        for worker in self.workers.here.values():
-            if worker.hears_asks:
-                worker.tell(event)
 
     def on_ask_end(self, sending: Sending, transfer: int) -> None:
         self.ready_core.ask_end(sending.number, transfer)

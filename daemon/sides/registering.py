@@ -83,8 +83,6 @@ class Registering:
             pools = self._tiers.memory.rank_pools()
             for _ in range(processes):
                 workers.append(self._workers.make(hello.worker, facts.id, pools))
-            for worker in workers:
-                worker.hears_asks = hello.pool.hears_asks
             welcomes = [(worker, self._welcome(worker, facts, pools)) for worker in workers]
         except BaseException:
             making.add_done_callback(self._abandoned)
@@ -157,5 +155,4 @@ class Registering:
             way_back=self._sends_back and tiers.block_tokens > 0,
             stows=tiers.stows,
             ends_itself=tiers.block_tokens > 0,
-            tells_asks=tiers.block_tokens > 0,
         )

@@ -45,7 +45,6 @@ class Worker:
     lock: FileLock
     events: asyncio.Queue[wire.WorkerEvent]
     maps_gpus: bool = False  # memory of GPUs that is the daemon's
-    hears_asks: bool = False  # it is told of prompts that are asked for before it has begun them
     holder: LockHolder | None = None
     attached: bool = False
     quiesced: bool = False

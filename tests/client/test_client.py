@@ -15,15 +15,7 @@ import pytest
 from kvferry.client import stream as stream_module
 from kvferry.client.client import DaemonClient
 from kvferry.client.one_rank import OneRank
-from kvferry.client.requests import (
-    DaemonAbsent,
-    DaemonGone,
-    HandshakeFailed,
-    NotOpened,
-    RequestFailed,
-    RequestName,
-    Retracted,
-)
+from kvferry.client.requests import DaemonAbsent, DaemonGone, HandshakeFailed, NotOpened, RequestFailed, Retracted
 from kvferry.frames import SUFFIX
 from kvferry.proto import common_pb2, worker_pb2
 from tests.client.requests import FACTS, GEOMETRY, admit, name
@@ -160,19 +152,6 @@ def test_events_for_a_name_that_is_over_are_ignored(tmp_path: Path) -> None:
         daemon.fail(request.to_proto(), common_pb2.ERROR_ABORTED, "late")
         await admit(client, other := name())
         await client.abort(other, "")
-
-    session(tmp_path, scenario)
-
-
-def test_a_prompt_that_is_asked_for_before_it_is_begun_is_heard_of(tmp_path: Path) -> None:
-    async def scenario(daemon: FakeDaemon, client: DaemonClient) -> None:
-        heard: list[RequestName] = []
-        client.hear_asked = heard.append
-        await admit(client, known := name())
-        for each in (known, other := name()):
-            daemon.events.put_nowait(worker_pb2.WorkerEvent(asked=worker_pb2.Asked(name=each.to_proto())))
-        await client.abort(known, "")
-        assert heard == [known, other], "a Begin and this may cross"
 
     session(tmp_path, scenario)
 

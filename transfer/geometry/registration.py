@@ -110,15 +110,13 @@ class TensorShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Registration:
     """`block_tokens` 0: pages, which the daemon gives out. Else the `pages` are blocks of so many tokens, which the
-    engine names, and tensors are of blocks. `stows`: computed prompts may be moved out of them. `hears_asks`: the
-    engine is told of prompts that are asked for before it has begun them."""
+    engine names, and tensors are of blocks. `stows`: computed prompts may be moved out of them."""
 
     pages: int
     order: StorageOrder
     ranks: tuple[RegisteredRank, ...]
     block_tokens: int = 0
     stows: bool = False
-    hears_asks: bool = False
 
     def storages(self, rank: int, geometry: KVGeometry, addresses: Sequence[int]) -> Storages:
         """The places of a rank's caches, which has this geometry of its own. `addresses`: where each of its memories
@@ -150,7 +148,7 @@ class Registration:
             for i, each in enumerate(message.ranks)
         )
         _check_sources(found)
-        return Registration(message.pages, order, found, message.block_tokens, message.stows, message.hears_asks)
+        return Registration(message.pages, order, found, message.block_tokens, message.stows)
 
     def to_proto(self) -> wire.EnginePool:
         message = wire.EnginePool(
@@ -158,7 +156,6 @@ class Registration:
             storage=common.Storage.Name(int(self.order)),
             block_tokens=self.block_tokens,
             stows=self.stows,
-            hears_asks=self.hears_asks,
         )
         for rank in self.ranks:
             to = message.ranks.add()

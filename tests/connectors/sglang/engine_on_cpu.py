@@ -226,17 +226,21 @@ class Engine:
         req.full_untruncated_fill_ids = req.origin_input_ids
 
     def compute_chunk(self, req: Any, start: int, end: int) -> None:
-        from sglang.srt.disaggregation import prefill
-
         req.set_extend_range(start, end)
         self.launch(req)
         self.shared.write(self.slots(req, start, end), self.shared.kv_of(req.origin_input_ids, start, end))
+        self.look_at_results(req, end)
+
+    def look_at_results(self, req: Any, end: int) -> None:
+        """Of a step that computed tokens up to `end`."""
+        from sglang.srt.disaggregation import prefill
+
         last = end == len(req.origin_input_ids)
         if last:
             req.output_ids.append(1000 + len(req.origin_input_ids))
             prefill.maybe_cache_unfinished_req(req, self.tree)
             self.scheduler.disagg_prefill_inflight_queue.append(req)
-        prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, req, last_chunk=last)
+        prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, req, last_chunk=last, end_idx=end)
 
     def launch(self, req: Any) -> None:
         """A step of this request is launched: what is hooked before that, and nothing behind it."""

@@ -21,7 +21,6 @@ class Ahead:
 
     order: SentPrompt | None
     pages: int
-    asked: bool = False
 
     @property
     def pages_held(self) -> int:
@@ -85,15 +84,6 @@ def test_within_the_share_nothing_goes() -> None:
     world.add(4, 1.0)
     world.add(5, 2.0)
     assert world.turn() and not world.moved
-
-
-def test_what_decode_has_room_for_waits_for_no_share() -> None:
-    """Decode's pages are kept for it, and what fills the share may wait for these."""
-    world = World(10)
-    world.add(12, 1.0)
-    world.waiting.look()
-    assert not world.waiting.take_in(Ahead(None, 6))
-    assert world.waiting.take_in(Ahead(None, 6, asked=True))
 
 
 def test_what_cannot_go() -> None:

@@ -1,13 +1,11 @@
-"""Computed prompts that wait in the host tier, and are sent from there; in SGLang who goes first, with which pages."""
+"""Computed prompts that wait in the host tier, and are sent from there; in SGLang with which pages they are sent."""
 
 from tests.mutants.guard import Guard
 
 CORE = ("tests/daemon/core/test_stows.py",)
 LANES = ("tests/daemon/memory/test_tier_lanes.py",)
 READ_AHEAD = ("tests/connectors/sglang/test_read_ahead.py",)
-ORDER = ("tests/connectors/sglang/test_order.py",)
 _AHEAD = "connectors/sglang/read_ahead.py"
-_ORDER = "connectors/sglang/order.py"
 _STOWS = "daemon/core/blocks/stows.py"
 _ENTRIES = "daemon/core/prefill_entries.py"
 
@@ -115,37 +113,5 @@ GUARDS: tuple[Guard, ...] = (
         " or first % page_size",
         "",
         READ_AHEAD,
-    ),
-    Guard(
-        "what decode has room for waits for no share of prefill's pages",
-        "connectors/sglang/waiting.py",
-        "WaitingPrompts.take_in",
-        "prompt.asked or ",
-        "",
-        ("tests/connectors/sglang/test_waiting.py",),
-    ),
-    Guard(
-        "a prompt is overtaken so often and no more",
-        _ORDER,
-        "HeldFirst._place",
-        " and taken - turn.taken < OVERTAKEN",
-        "",
-        ORDER,
-    ),
-    Guard(
-        "names that were asked for are forgotten in time",
-        _ORDER,
-        "AskedNames.add",
-        "if len(self._names) > MOST_ASKED:",
-        "if False:",
-        ORDER,
-    ),
-    Guard(
-        "a worker that does not know the word is not told of asks",
-        "daemon/sides/prefill.py",
-        "PrefillSide._tell_asked",
-        "if worker.hears_asks:",
-        "if True:",
-        ("tests/daemon/sides/test_asks.py",),
     ),
 )
