@@ -49,8 +49,8 @@ def register() -> None:
 
 
 def _read_ahead(registry: Any, kinds: Any) -> None:
-    """In versions of which it is known what changes a prompt's pages, and that nothing else does: a wrong one would be
-    wrong bytes."""
+    """Hooks versions of which it is known what changes a prompt's pages, and that nothing else does: a wrong one would
+    be wrong bytes."""
     import sglang
 
     from kvferry.connectors.sglang.versions import READ_AHEAD

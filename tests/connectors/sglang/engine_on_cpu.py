@@ -232,7 +232,7 @@ class Engine:
         self.look_at_results(req, end)
 
     def look_at_results(self, req: Any, end: int) -> None:
-        """Of a step that computed tokens up to `end`."""
+        """The results of a step that computed tokens up to `end`: sends them."""
         from sglang.srt.disaggregation import prefill
 
         last = end == len(req.origin_input_ids)
