@@ -1,6 +1,8 @@
 """What every worker of a run pays, made cheap: each collects all tests, and has them in its memory until the end.
 
 * The collector of garbage is off meanwhile, and looks at nothing later that was there when collection ended.
+* Linear algebra has one thread here and in the processes of the tests, whose models are small: several threads wait for
+  each other by spinning, on cores that others need.
 * Rewritten asserts are kept in __pycache__, where that may be written. Each worker begins at a place of its own, so
   that it finds what the others have written when it comes to theirs; the order of the tests is everybody's.
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Generator
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +26,7 @@ with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
     settings.register_profile("kvferry", deadline=None)
     settings.load_profile("kvferry")
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported
 TESTS = Path(__file__).parent
 order: list[Path] = []  # of what lies in this folder
 
