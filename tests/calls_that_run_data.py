@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 # Modules that nobody imports. What is under one is meant, too.
@@ -89,8 +90,9 @@ class Found(NamedTuple):
 
 def runs_data(tree: ast.Module) -> Iterator[Found]:
     """Whatever of the lists above stands in this module, at any depth."""
-    names = _imported(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    names = _imported(nodes)
+    for node in nodes:
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import | ast.ImportFrom):
             for full in _of_import(node):
@@ -123,6 +125,7 @@ def _of_call(call: ast.Call, names: dict[str, str]) -> Iterator[Found]:
                 yield Found(text, call.lineno)
 
 
+@cache
 def _is_forbidden(full: str) -> bool:
     return full in NAMES or full in PICKLING or any(full == name or full.startswith(f"{name}.") for name in MODULES)
 
@@ -136,10 +139,10 @@ def _of_import(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
             yield f"{node.module}.{alias.name}"
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
-    """The names that imports bind in this module, wherever they stand, and what each of them is."""
+def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
+    """The names that imports bind in the module of these nodes, wherever they stand, and what each of them is."""
     names = {name: f"builtins.{name}" for name in (*BUILTINS, "getattr")} | {"__builtins__": "builtins"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.asname is not None:
@@ -150,7 +153,7 @@ def _imported(tree: ast.Module) -> dict[str, str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):  # `context = multiprocessing.get_context(...)` has what multiprocessing has
+    for node in nodes:  # `context = multiprocessing.get_context(...)` has what multiprocessing has
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             made = _full_name(node.value.func, names)
             if made == "multiprocessing.get_context":
