@@ -7,7 +7,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.front.edge.settings import EdgeSettings
 from kvferry.secret_files import ApiKeys, BearerToken
-from tests.support.front_process import front_process
+from tests.support.front_process import FrontProcess, front_process, refused
 from tests.support.front_stack import Stack
 from tests.support.small_vllm import SmallVllm
 
@@ -58,14 +58,25 @@ def before_vllm(prefill: SmallVllm, decode: SmallVllm, *flags: str) -> tuple[str
     return ("--vllm-prefill", f"p={prefill.url}", "--vllm-decode", decode.url, *flags)
 
 
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[SmallVllm, SmallVllm, FrontProcess, Stack]]:
+    """Both front ends, each before a prefill and a decode server."""
+    with (
+        SmallVllm() as prefill,
+        SmallVllm() as decode,
+        Stack() as stack,
+        front_process(*before_vllm(prefill, decode)) as front,
+    ):
+        yield prefill, decode, front, stack
+
+
 @pytest.mark.parametrize("given", ["trace-7", "a b", "x" * 129, 'x"y', ""])
-def test_a_clients_request_id_is_kept_and_carried_to_both_servers(given: str) -> None:
-    with SmallVllm() as prefill, SmallVllm() as decode, Stack() as stack:
-        with front_process(*before_vllm(prefill, decode)) as front:
-            replies = [
-                httpx.post(url + CHAT, json=HI, headers={"x-request-id": given}) for url in (front.url, stack.url)
-            ]
-        heard = [prefill.heard[0][1], decode.heard[0][1], stack.prefill[0].heard[0], stack.decode[0].heard[0]]
+def test_a_clients_request_id_is_kept_and_carried_to_both_servers(
+    both: tuple[SmallVllm, SmallVllm, FrontProcess, Stack], given: str
+) -> None:
+    prefill, decode, front, stack = both
+    replies = [httpx.post(url + CHAT, json=HI, headers={"x-request-id": given}) for url in (front.url, stack.url)]
+    heard = [prefill.heard[-1][1], decode.heard[-1][1], stack.prefill[0].heard[-1], stack.decode[0].heard[-1]]
     ids = [reply.headers["x-request-id"] for reply in replies for _ in range(2)]
     assert [each["x-request-id"] for each in heard] == ids
     assert all(each == given if given == "trace-7" else re.fullmatch("[0-9a-f]{32}", each) for each in ids)
@@ -250,6 +261,6 @@ def test_one_line_a_request_without_anything_that_was_said(caplog: pytest.LogCap
         (("--api-keys", "/absent/keys"), "/absent/keys: No such file"),
     ],
 )
-def test_settings_that_cannot_be(flags: tuple[str, ...], says: str) -> None:
-    with pytest.raises(AssertionError, match=says), front_process("--vllm-decode", "http://127.0.0.1:9", *flags):
-        pass
+def test_settings_that_cannot_be(flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused("--vllm-decode", "http://127.0.0.1:9", *flags) == 2
+    assert re.search(says, capsys.readouterr().err)

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.front.main import MAX_PROCESSES
 from tests.front.test_vllm_front import CHAT, FakeVllm, until
+from tests.support.front_process import refused
 from tests.support.http_apps import serving
 
 READY = "ready: front "
@@ -112,7 +113,5 @@ def test_they_end_with_their_parent_however_it_ends() -> None:
         (["--vllm-decode", "http://h:1", "--processes", "0"], "--processes"),
     ],
 )
-def test_how_many_there_may_be(words: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "kvferry", "front", "--listen", "127.0.0.1:0", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and said in done.stderr
+def test_how_many_there_may_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(*words) == 2 and said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvferry front` as a process."""
+"""`kvferry front` as a process, and how it refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from kvferry.daemon.cli import main as cli
 
 READY = "ready: front "
 
@@ -40,3 +42,11 @@ def front_process(*flags: str) -> Iterator[FrontProcess]:
         if process.returncode is None:
             process.kill()
             process.communicate()
+
+
+def refused(*flags: str) -> object:
+    """The exit status of `kvferry front` in this process, where the flags cannot be; what it says is in stderr."""
+    try:
+        return cli.main(["front", "--listen", "127.0.0.1:0", *flags])
+    except SystemExit as ended:
+        return ended.code

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.cli.main import COMMANDS
+from kvferry.daemon.cli.main import COMMANDS, main
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(shell: str) -> str:
-    words = [sys.executable, "-m", "kvferry", "completion", shell]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["completion", shell]) == 0
+    return said.getvalue()
 
 
 def completed(script: Path, *words: str) -> set[str]:
