@@ -1,6 +1,8 @@
 """A fake GPU driver, whose device memory is this process's, and engines over it or over a real one."""
 
 import ctypes
+import fcntl
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -23,10 +25,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler to make the fake driver with")
-    path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
     sources = [str(Path(__file__).parent / "fake_gpu" / name) for name in FAKE]
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", "-o", str(path), *sources]
-    subprocess.run(command, check=True)
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", *sources, "-o"]
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
+        subprocess.run([*command, str(path)], check=True)
+        return str(path)
+    path = tmp_path_factory.getbasetemp().parent / "libfake_gpu.so"  # of all workers of this run, whoever comes first
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            subprocess.run([*command, str(path.with_suffix(".made"))], check=True)
+            path.with_suffix(".made").rename(path)
     return str(path)
 
 
