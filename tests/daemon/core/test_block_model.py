@@ -7,6 +7,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -380,4 +381,12 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlockMachine.TestCase
-TestBlocks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class LongBlockMachine(BlockMachine):
+    """Another class: a machine's test case is one object."""
+
+
+TestBlocksLong = pytest.mark.nightly(pytest.mark.timeout(1800)(LongBlockMachine.TestCase))
+TestBlocksLong.settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
