@@ -16,10 +16,31 @@ import pytest
 from kvferry.channels import open_channel
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import SystemSpec, start_system
+from kvferry.daemon.cli.system import System, start_system
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.observe import room
 from kvferry.daemon.observe.room import RoomWatch
+from tests.support.stacks import SmallSystem
+
+
+@pytest.fixture(scope="module")
+def hangs_up() -> Iterator[None]:
+    """Processes end by SIGHUP, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(scope="module")
+def stack(hangs_up: None) -> Iterator[Stack]:
+    """Of a whole system, of which a test may end one process; what others need ends last."""
+    with Stack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def system(stack: Stack) -> System:
+    return start_system(stack, SmallSystem(page_size=16))
 
 
 def health(*words: str) -> subprocess.CompletedProcess[str]:
@@ -57,11 +78,9 @@ def test_a_daemon_without_room_is_not_ready(flags: tuple[str, ...], why: str) ->
         assert "no worker can be served" in shown.stdout
 
 
-def test_a_system_is_ready_whatever_room_its_pools_have_left() -> None:
-    with Stack() as stack:
-        system = start_system(stack, SystemSpec(page_size=16, decode_pool_bytes=64 << 20, prefill_pool_bytes=64 << 20))
-        for replica in (*system.prefills, *system.decodes):
-            assert health(replica.daemon_address, "--engine").stdout == "SERVING\n"
+def test_a_system_is_ready_whatever_room_its_pools_have_left(system: System) -> None:
+    for replica in (*system.prefills, *system.decodes):
+        assert health(replica.daemon_address, "--engine").stdout == "SERVING\n"
 
 
 class Side:
@@ -108,31 +127,20 @@ def test_what_is_lacking_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(story())
 
 
-@pytest.fixture
-def hangs_up() -> Iterator[None]:
-    """Processes end by SIGHUP, also where these tests run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("decode-0", marks=pytest.mark.nightly),
-        "decode-0-worker",
         pytest.param("front", marks=pytest.mark.nightly),
+        "decode-0-worker",
+        pytest.param("decode-0", marks=pytest.mark.nightly),
     ],
 )
-def test_a_terminal_that_closes_drains(name: str) -> None:
+def test_a_terminal_that_closes_drains(stack: Stack, system: System, name: str) -> None:
     """SIGHUP ends in order, as SIGTERM does; whoever was started under nohup goes on."""
-    with Stack() as stack:
-        system = start_system(stack, SystemSpec(page_size=16, decode_pool_bytes=64 << 20, prefill_pool_bytes=64 << 20))
-        assert system.url
-        process = next(each for each in stack.processes if each.name == name)
-        process.popen.send_signal(signal.SIGHUP)
-        assert process.popen.wait(timeout=30) == 0
+    assert system.url
+    process = next(each for each in stack.processes if each.name == name)
+    process.popen.send_signal(signal.SIGHUP)
+    assert process.popen.wait(timeout=30) == 0
 
 
 @pytest.mark.usefixtures("hangs_up")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from tests.faults.storm import NEW_TOKENS, PAGE, expected, judge
 from tests.support.engines import Engines, settled
-from tests.support.stacks import running_stack
+from tests.support.stacks import SmallSystem, running_stack
 
 THREADS = 6
 CONVERSATIONS = 12
@@ -82,7 +82,7 @@ def descriptors(replicas: list[Replica]) -> list[int]:
 def abandon(aborts: int, seed: int) -> Counts:
     small = ["--pool-bytes", "512KiB", "--host-bytes", "256KiB", "--checksums", "on", "--slots", "4"]
     slow = ["--synthetic-prefill-us", "50", "--synthetic-decode-us", "1000"]
-    spec = SystemSpec(page_size=PAGE, decode_flags=small, prefill_flags=small, worker_flags=slow)
+    spec = SmallSystem(page_size=PAGE, decode_flags=small, prefill_flags=small, worker_flags=slow)
     with running_stack() as stack:
         prefills, decodes = start_replicas(stack, spec)
         replicas = [*prefills, *decodes]

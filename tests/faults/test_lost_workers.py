@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from tests.support.engines import describe, settled, stats, wait_until
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(90)
@@ -74,7 +75,7 @@ def lost_worker(decode: Replica, prefix: Sequence[str] = ()) -> Iterator[subproc
     ],
 )
 def test_a_lost_worker_that_is_stopped_keeps_its_pages(stack: Stack, prefix: tuple[str, ...]) -> None:
-    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    _, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, prefills=0))
     decode = decodes[0]
     with lost_worker(decode, prefix) as lost:
         os.killpg(lost.pid, signal.SIGSTOP)
@@ -88,7 +89,7 @@ def test_a_lost_worker_that_is_stopped_keeps_its_pages(stack: Stack, prefix: tup
 
 def test_a_daemon_that_ends_waits_for_no_lost_worker(stack: Stack) -> None:
     """Nothing runs: its grace period, longer than this test may take, is for requests that somebody waits for."""
-    spec = SystemSpec(page_size=PAGE, prefills=0, decode_flags=("--grace-seconds", "600"))
+    spec = SmallSystem(page_size=PAGE, prefills=0, decode_flags=("--grace-seconds", "600"))
     _, decodes = start_replicas(stack, spec)
     with lost_worker(decodes[0]):
         assert stack.stop(decodes[0].daemon, seconds=30.0) == 0, decodes[0].daemon.tail()

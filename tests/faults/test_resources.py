@@ -16,8 +16,9 @@ import grpc
 import pytest
 
 from kvferry.daemon.cli.stack import Stack, StackError
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
 from tests.support.engines import Engines, courier_pids, grown, settled, stats
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 pytestmark = pytest.mark.timeout(120)
@@ -53,7 +54,7 @@ def test_shared_memory_that_is_full(stack: Stack, small_disk: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_disk_that_is_full(stack: Stack, small_disk: Path) -> None:
-    spec = SystemSpec(page_size=PAGE, decode_flags=["--host-bytes", "16MiB", "--host-dir", str(small_disk / "host")])
+    spec = SmallSystem(page_size=PAGE, decode_flags=["--host-bytes", "16MiB", "--host-dir", str(small_disk / "host")])
     _, decodes = start_replicas(stack, spec)
     words = rf"the host tier stays at 0 of \d+ pages: .*bytes are wanted, the disk of {small_disk}/host/.* leaves \d+"
     end = time.monotonic() + 20
@@ -67,7 +68,7 @@ def test_a_disk_that_is_full(stack: Stack, small_disk: Path) -> None:
 def test_a_disk_that_fills_up_behind_the_host_tiers_back(stack: Stack, small_disk: Path) -> None:
     """Its file is allocated when it is made: what others fill later takes nothing from it."""
     flags = ["--host-bytes", "1MiB", "--host-dir", str(small_disk / "host"), "--pool-bytes", "512KiB"]
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=flags))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, decode_flags=flags))
     grown(decodes[0])
     with Engines(prefills[0], decodes[0]) as engines:
         with pytest.raises(OSError, match="No space left"):
@@ -89,7 +90,7 @@ def test_too_few_descriptors(stack: Stack) -> None:
 @pytest.mark.nightly
 def test_descriptors_that_run_out_under_load(stack: Stack) -> None:
     """No courier can be started then: what needs a session fails and says why, and it comes up once there is room."""
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
     daemon = decodes[0].daemon.popen.pid
     limits = resource.prlimit(daemon, resource.RLIMIT_NOFILE)
     with Engines(prefills[0], decodes[0]) as engines:

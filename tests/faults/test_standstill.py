@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
 from tests.faults.with_standstill import STOP_SECONDS
 from tests.support.devices import WrappedStack
 from tests.support.engines import Engines, courier_pids, settled, wait_until
+from tests.support.stacks import SmallSystem
 from tests.support.standstill import is_stopped
 
 WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
@@ -24,7 +25,7 @@ WITH_STANDSTILL = str(Path(__file__).with_name("with_standstill.py"))
 @pytest.mark.parametrize("stands", ["decode-0", "prefill-0"])
 def test_a_daemon_that_stands_still_while_it_reaps_a_courier_lives_on(stands: str) -> None:
     with WrappedStack(stands, [sys.executable, WITH_STANDSTILL]) as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=16))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=16))
         prefill, decode = prefills[0], decodes[0]
         standing, other = (decode, prefill) if stands == decode.name else (prefill, decode)
         with Engines(prefill, decode) as engines:

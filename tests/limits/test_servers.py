@@ -18,7 +18,7 @@ from kvferry.client.client import DaemonClient
 from kvferry.client.requests import HandshakeFailed, RequestName
 from kvferry.client.stream import MAX_RECEIVED_MESSAGE_BYTES
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.daemon.grpc_servers import most_calls
 from kvferry.daemon.services.worker_events import MAX_LATE_MS
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, peer_pb2, peer_pb2_grpc
@@ -29,6 +29,7 @@ from kvferry.transfer.geometry.kv_geometry import KVGeometry
 from kvferry.workers.server import CALLS_PER_REQUEST, MORE_CALLS
 from tests.support.engines import OPTIONS, Engines, stats
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.stacks import SmallSystem
 
 pytestmark = pytest.mark.timeout(120)
 PAGE = 16
@@ -39,7 +40,7 @@ GEOMETRY = KVGeometry(layers=1, kv_heads=1, head_dim=4, dtype="float32", page_si
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Replica, Replica]]:
     """Prefill and decode: with one peer, two workers and two requests of a worker at most."""
-    spec = SystemSpec(
+    spec = SmallSystem(
         page_size=PAGE,
         prefill_flags=["--max-peers", "1", "--max-workers", "2"],
         decode_flags=["--max-workers", "2"],
@@ -139,7 +140,7 @@ def test_one_peer_more_than_allowed_is_refused(pair: tuple[Replica, Replica]) ->
     assert refused.value.details() == "1 peers are connected; --max-peers is 1"
 
 
-@pytest.mark.parametrize("of", ["tcp", "unix", "worker"])
+@pytest.mark.parametrize("of", ["tcp", pytest.param("unix", marks=pytest.mark.nightly), "worker"])
 def test_so_many_calls_at_a_time(pair: tuple[Replica, Replica], of: str) -> None:
     """Watches of health beside what is there: one too many is refused, and what was there goes on."""
     prefill, decode = pair

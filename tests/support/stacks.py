@@ -1,4 +1,4 @@
-"""A stack that must end well."""
+"""A stack that must end well, and what a test starts on it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvferry.daemon.cli.stack import Stack
+from kvferry.daemon.cli.system import SystemSpec
 from tests.support.devices import DeviceStack
+
+POOL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SmallSystem(SystemSpec):
+    """A system for a test's few requests: a daemon writes all of its pool before it serves."""
+
+    decode_pool_bytes: int = POOL_BYTES
+    prefill_pool_bytes: int = POOL_BYTES
 
 
 def shm_dir_of(stack: Stack) -> str:

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from kvferry.daemon.cli.main import main
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.proto import admin_pb2 as admin
 from kvferry.proto import cache_pb2 as cache
 from kvferry.proto import common_pb2 as common
@@ -26,6 +26,7 @@ from kvferry.proto.admin_pb2_grpc import AdminStub
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from kvferry.radix.digests import prompt_digests
 from tests.support.engines import OPTIONS, Engines, settled, stats
+from tests.support.stacks import SmallSystem
 
 pytestmark = pytest.mark.timeout(120)
 PAGE = 16
@@ -83,7 +84,7 @@ class Target:
 @pytest.fixture(scope="module")
 def module_target() -> Iterator[Target]:
     with Stack() as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
         with Engines(prefills[0], decodes[0]) as engines:
             namespaces = stats(decodes[0]).namespaces
             assert len(namespaces) == 1
@@ -199,7 +200,7 @@ def test_statistics_show_namespaces(target: Target) -> None:
 def test_pages_of_the_host_tier(module_target: Target, tokens_file: str) -> None:
     page_bytes = stats(module_target.decode).pool.page_bytes
     flags = ["--host-bytes", str(32 * page_bytes)]
-    spec = SystemSpec(page_size=PAGE, decode_pool_bytes=16 * page_bytes, decode_flags=flags)
+    spec = SmallSystem(page_size=PAGE, decode_pool_bytes=16 * page_bytes, decode_flags=flags)
     with Stack() as stack:
         prefills, decodes = start_replicas(stack, spec)
         with Engines(prefills[0], decodes[0]) as engines:

@@ -11,8 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from tests.support.engines import OPTIONS, Engines, courier_pids, settled, standing_still, stats, wait_until
+from tests.support.stacks import SmallSystem
 from tests.system.clients import client_with_pages
 
 PAGE = 16
@@ -30,7 +31,7 @@ def health(replica: Replica, timeout: float = 5.0) -> str:
 
 def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack: Stack) -> None:
     """Although nothing is under way that could fail."""
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--stalled-seconds", "1"]))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, decode_flags=["--stalled-seconds", "1"]))
     with Engines(prefills[0], decodes[0]) as engines:
         assert engines.turn(list(range(100)), 4).error is None
         assert health(decodes[0]) == "SERVING"
@@ -55,7 +56,8 @@ def test_a_stopped_courier_is_replaced_and_a_stopped_daemon_is_not_healthy(stack
 
 def test_pages_of_lost_workers_are_bounded(stack: Stack) -> None:
     """Behind the bound a request is refused, with the reason; the proof that the worker is gone makes room again."""
-    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--orphaned-share", "0"]))
+    spec = SmallSystem(page_size=PAGE, prefills=0, decode_flags=["--orphaned-share", "0"])
+    _, decodes = start_replicas(stack, spec)
     decode = decodes[0]
     assert stats(decode).quarantine.orphaned_bound == 0
 

@@ -19,12 +19,13 @@ import pytest
 
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.proto import cache_pb2
 from kvferry.radix.digests import DIGEST_BYTES, prompt_digests
 from tests.support.engines import OPTIONS, Engines, settled
 from tests.support.kv_event_reader import Subscriber
 from tests.support.other_routers import dynamo
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -57,7 +58,7 @@ def read_both_tiers(stack: Stack) -> list[bytes]:
     Returns the batches.
     """
     flags = ["--host-bytes", str(400 * PAGE_BYTES), *EVENTS]
-    spec = SystemSpec(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
+    spec = SmallSystem(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
     prefills, decodes = start_replicas(stack, spec)
     told = published(decodes[0])
     rng = random.Random(5)
@@ -98,7 +99,7 @@ def read_both_tiers(stack: Stack) -> list[bytes]:
 
 @pytest.mark.nightly
 def test_what_the_decode_worker_computes_itself_is_announced(stack: Stack) -> None:
-    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, prefills=0, decode_flags=EVENTS))
+    _, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, prefills=0, decode_flags=EVENTS))
     told = published(decodes[0])
     prompt = list(range(70))
     with Subscriber(told.endpoint, told.replay, "kv@decode-0") as router, Engines(None, decodes[0]) as engines:
@@ -193,7 +194,7 @@ class Indexer:
 def test_dynamos_own_indexer_finds_what_is_on_the_device(stack: Stack, tmp_path: Path) -> None:
     site = dynamo(tmp_path / "site")
     flags = ["--host-bytes", str(400 * PAGE_BYTES), "--events", "tcp://127.0.0.1:0"]
-    spec = SystemSpec(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
+    spec = SmallSystem(page_size=PAGE, decode_pool_bytes=40 * PAGE_BYTES, decode_flags=flags)
     prefills, decodes = start_replicas(stack, spec)
     rng = random.Random(5)
     prompt = [rng.randrange(32_000) for _ in range(100)]

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from kvferry.daemon.cli.stack import Stack, lasting_port
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
 from tests.support.engines import Engines
+from tests.support.stacks import SmallSystem
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STATES = {"leased", "arriving", "orphaned", "spilling", "restoring", "cached", "free"}
@@ -70,7 +71,7 @@ def test_it_shows_what_moves(stack: Stack, tmp_path: Path) -> None:
     with browser_page() as page:
         at = f"127.0.0.1:{lasting_port()}"
         flags = ["--ui", "--metrics", at, "--host-bytes", "16MiB"]
-        spec = SystemSpec(page_size=16, decode_pool_bytes=4 << 20, decode_flags=flags)
+        spec = SmallSystem(page_size=16, decode_pool_bytes=4 << 20, decode_flags=flags)
         prefills, decodes = start_replicas(stack, spec)
         asked: list[str] = []
         said: list[str] = []
@@ -105,7 +106,7 @@ def test_it_shows_what_moves(stack: Stack, tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_request_that_waits_is_shown_with_its_stage(stack: Stack) -> None:
     at = f"127.0.0.1:{lasting_port()}"
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=16, decode_flags=["--ui", "--metrics", at]))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=16, decode_flags=["--ui", "--metrics", at]))
     with Engines(prefills[0], decodes[0]) as engines:
         over = threading.Event()
 
@@ -141,7 +142,7 @@ def view(at: str) -> Any:
 @pytest.mark.timeout(120)
 def test_three_viewers_cost_a_hundredth_of_a_core(stack: Stack) -> None:
     at = f"127.0.0.1:{lasting_port()}"
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=16, decode_flags=["--ui", "--metrics", at]))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=16, decode_flags=["--ui", "--metrics", at]))
     with Engines(prefills[0], decodes[0]) as engines:
         for chat in range(40):
             engines.turn(list(range(1000 * chat, 1000 * chat + 400)), 5)
@@ -177,6 +178,6 @@ def test_three_viewers_cost_a_hundredth_of_a_core(stack: Stack) -> None:
 
 def test_without_the_flag_there_is_no_page(stack: Stack) -> None:
     at = f"127.0.0.1:{lasting_port()}"
-    start_replicas(stack, SystemSpec(page_size=16, decode_flags=["--metrics", at]))
+    start_replicas(stack, SmallSystem(page_size=16, prefills=0, decode_flags=["--metrics", at]))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         view(at)

@@ -17,8 +17,9 @@ from kvferry.daemon.cli import find_daemon
 from kvferry.daemon.cli import main as cli
 from kvferry.daemon.cli.stack import Process, Stack, lasting_port
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
 from tests.support.engines import Engines, settled, stats
+from tests.support.stacks import SmallSystem
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def kvferry(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.timeout(120)
 def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     with Stack() as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=16))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=16))
         decode, prefill = decodes[0], prefills[0]
         with Engines(prefill, decode) as engines:
             first = engines.turn(list(range(100)), 10)
@@ -103,7 +104,7 @@ def test_health_doctor_and_top_of_a_pair(kvferry: Command, monkeypatch: pytest.M
 def test_a_daemon_that_drains_is_alive_but_not_ready(kvferry: Command) -> None:
     with Stack() as stack:
         prefills, decodes = start_replicas(
-            stack, SystemSpec(page_size=16, worker_flags=["--synthetic-decode-us", "300000"])
+            stack, SmallSystem(page_size=16, worker_flags=["--synthetic-decode-us", "300000"])
         )
         decode = decodes[0]
         with Engines(prefills[0], decode) as engines:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
+from tests.support.stacks import SmallSystem
 
 
 def logged(path: str, part: str) -> list[tuple[str, str]]:
@@ -20,7 +21,7 @@ def logged(path: str, part: str) -> list[tuple[str, str]]:
 @pytest.mark.timeout(60)
 def test_a_daemon_that_ends_in_order_and_its_worker() -> None:
     with Stack() as stack:
-        prefill = start_replicas(stack, SystemSpec(decodes=0))[0][0]
+        prefill = start_replicas(stack, SmallSystem(decodes=0))[0][0]
         assert stack.stop(prefill.daemon) == 0
         assert prefill.worker.popen.wait(20) == 1  # so that whoever watches it starts it again
         daemon = logged(prefill.daemon.log_path, "daemon")
@@ -35,7 +36,7 @@ def test_a_daemon_that_ends_in_order_and_its_worker() -> None:
 @pytest.mark.timeout(60)
 def test_a_daemon_that_is_killed_is_an_error_of_its_worker() -> None:
     with Stack() as stack:
-        prefill = start_replicas(stack, SystemSpec(decodes=0))[0][0]
+        prefill = start_replicas(stack, SmallSystem(decodes=0))[0][0]
         stack.kill(prefill.daemon)
         assert prefill.worker.popen.wait(20) == 1
         levels = [level for level, _ in logged(prefill.worker.log_path, "workers")]

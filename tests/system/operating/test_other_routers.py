@@ -17,10 +17,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvferry.daemon.cli.stack import Stack, lasting_port
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from tests.front.test_vllm_front import serving
 from tests.support.engines import Engines, settled
 from tests.support.other_routers import vllm_router
+from tests.support.stacks import SmallSystem
 from tests.system.operating.test_kv_events import PAGE, published
 
 EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]  # it subscribes to no topic
@@ -104,5 +105,5 @@ def fill(prefill: Replica, decode: Replica, prompt: list[int]) -> None:
 def test_vllms_router_sends_prompts_where_their_pages_are(tmp_path: Path) -> None:
     program = vllm_router(tmp_path / "router")
     with Stack() as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decodes=2, decode_flags=EVENTS))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, decodes=2, decode_flags=EVENTS))
         asyncio.run(routed(program, tmp_path / "router.log", prefills[0], decodes))

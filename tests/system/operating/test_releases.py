@@ -10,12 +10,13 @@ import httpx
 import pytest
 
 from kvferry.daemon.cli.stack import Process, lasting_port
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.proto.versions import PROTOCOL
 from tests.support.engines import Engines, settled, wait_until
 from tests.support.releases import MixedStack, Other, installed, last_release, speaking, version_of
+from tests.support.stacks import SmallSystem
 
-SPEC = SystemSpec(page_size=16)
+SPEC = SmallSystem(page_size=16)
 NAMES = ("prefill-0", "decode-0")
 
 
@@ -35,7 +36,7 @@ def chats(others: dict[str, Other]) -> tuple[Replica, Replica]:
     return prefill, decode
 
 
-@pytest.mark.parametrize("newer", NAMES)
+@pytest.mark.parametrize("newer", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.nightly)])
 @pytest.mark.timeout(120)
 def test_a_release_of_the_next_protocol_works_with_this_one(newer: str) -> None:
     chats({newer: speaking(PROTOCOL + 1, PROTOCOL)})

@@ -11,11 +11,12 @@ import pytest
 
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas, start_system
+from kvferry.daemon.cli.system import Replica, start_replicas, start_system
 from kvferry.frames import SUFFIX
 from kvferry.proto import cache_pb2
 from tests.support.devices import UCX_PORTS
 from tests.support.engines import OPTIONS, Engines, courier_pids, settled
+from tests.support.stacks import SmallSystem
 
 LOOPBACK = ("127.0.0.1", "::1")
 EVENTS = ["--events", "tcp://127.0.0.1:0", "--events-replay", "tcp://127.0.0.1:0"]
@@ -76,7 +77,7 @@ def listens_where_it_says(stack: Stack, told: dict[str, set[str]], daemons: dict
 
 @pytest.mark.nightly
 def test_every_listening_socket(stack: Stack) -> None:
-    system = start_system(stack, SystemSpec(page_size=16))
+    system = start_system(stack, SmallSystem(page_size=16))
     prefill, decode = system.prefills[0], system.decodes[0]
     with Engines(prefill, decode) as engines:
         assert engines.turn(list(range(100)), 4).error is None
@@ -93,7 +94,7 @@ def test_every_listening_socket(stack: Stack) -> None:
 
 def test_those_of_events_of_both_roles_and_of_the_front_of_vllm(stack: Stack) -> None:
     """The second daemon has both roles, each with a worker, and publishes events."""
-    (prefill,), (both,) = start_replicas(stack, SystemSpec(page_size=16, decode_flags=["--role", "both", *EVENTS]))
+    (prefill,), (both,) = start_replicas(stack, SmallSystem(page_size=16, decode_flags=["--role", "both", *EVENTS]))
     words = ["worker", "prefill", "--synthetic", "--socket", both.socket, "--listen", "127.0.0.1:0"]
     second = stack.ready(stack.start("second-worker", words))
     words = ["front", "--listen", "127.0.0.1:0", "--vllm-prefill", "prefill-0=http://127.0.0.1:1"]

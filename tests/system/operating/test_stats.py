@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.daemon.cli.stack import Stack, lasting_port
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.daemon.config.values import size
 from kvferry.daemon.observe.metrics import families
 from tests.support.engines import Engines, settled
+from tests.support.stacks import SmallSystem
 
 STATES = ("free", "leased", "arriving", "cached", "spilling", "restoring", "orphaned")
 
@@ -33,7 +34,7 @@ def stats_command(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(90)
 def test_the_command_over_tcp_and_unix_socket() -> None:
     with Stack() as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=16))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=16))
         with Engines(prefills[0], decodes[0]) as engines:
             first = engines.turn(list(range(100)), 10)
             assert engines.turn(list(range(100)) + first.output, 10).error is None

@@ -24,14 +24,14 @@ from kvferry.channels import ClientTls, open_channel
 from kvferry.daemon.cli import main as cli
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.front.engines import EngineLink, ServedModel
 from kvferry.front.lookup import SKIP_AFTER_FAILURE_S, LookupCounts, Lookups
 from kvferry.proto import cache_pb2, peer_pb2
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from tests.support.certificates import Authority, Folder
 from tests.support.engines import Engines, courier_pids, settled, stats
-from tests.support.stacks import running_stack
+from tests.support.stacks import SmallSystem, running_stack
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -88,7 +88,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path, ca = tmp_path_factory.mktemp("tls"), Authority()
     prefill_files = Folder(path / "prefill").put(ca.sign(PREFILL_NAMES), ca)
     decode_files = Folder(path / "decode").put(ca.sign([DECODE, "127.0.0.1"]), ca)
-    spec = SystemSpec(
+    spec = SmallSystem(
         page_size=16,
         prefill_flags=[*prefill_files.flags, "--tls-peer", f"{DECODE},other.example.org"],
         decode_flags=[*decode_files.flags, "--tls-peer", "127.0.0.1"],

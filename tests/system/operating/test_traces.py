@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import SystemSpec, start_system
+from kvferry.daemon.cli.system import start_system
 from tests.support.otlp_receiver import OtlpReceiver, SpanSeen
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -52,7 +53,7 @@ def test_one_request_is_one_trace(stack: Stack, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         flags = ["--host-bytes", str(400 * PAGE_BYTES)]
-        spec = SystemSpec(page_size=PAGE, decode_pool_bytes=30 * PAGE_BYTES, decode_flags=flags)
+        spec = SmallSystem(page_size=PAGE, decode_pool_bytes=30 * PAGE_BYTES, decode_flags=flags)
         system = start_system(stack, spec)
         rng = random.Random(3)
         prompt = [rng.randrange(32_000) for _ in range(200)]

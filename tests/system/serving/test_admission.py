@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from tests.support.engines import Engines, settled, stats, wait_until
-from tests.support.stacks import running_stack
+from tests.support.stacks import SmallSystem, running_stack
 from tests.system.clients import client_with_pages
 
 PAGE = 16
@@ -60,7 +60,7 @@ def test_overcommit_loses_no_token(host_pages: int) -> None:
     prompts = [ids(rng, rng.randrange(20, 60)) for _ in range(REQUESTS)]
     flags = ["--host-bytes", str(host_pages * PAGE_BYTES)]
     specs = [
-        SystemSpec(page_size=PAGE, decode_pool_bytes=60 * PAGE_BYTES, decode_flags=[*flags, "--overcommit", factor])
+        SmallSystem(page_size=PAGE, decode_pool_bytes=60 * PAGE_BYTES, decode_flags=[*flags, "--overcommit", factor])
         for factor in ("1", "8")
     ]
     outputs = []
@@ -84,7 +84,7 @@ def test_overcommit_loses_no_token(host_pages: int) -> None:
 def test_small_requests_pass_a_large_one_but_it_gets_its_turn(stack: Stack) -> None:
     prefills, decodes = start_replicas(
         stack,
-        SystemSpec(
+        SmallSystem(
             page_size=PAGE,
             decode_pool_bytes=40 * PAGE_BYTES,
             decode_flags=["--overtakes", "3"],
@@ -115,7 +115,7 @@ def test_small_requests_pass_a_large_one_but_it_gets_its_turn(stack: Stack) -> N
 def test_a_full_queue_refuses_with_its_bound(stack: Stack) -> None:
     prefills, decodes = start_replicas(
         stack,
-        SystemSpec(
+        SmallSystem(
             page_size=PAGE,
             decode_pool_bytes=12 * PAGE_BYTES,
             decode_flags=["--queue", "2"],
@@ -133,22 +133,10 @@ def test_a_full_queue_refuses_with_its_bound(stack: Stack) -> None:
     assert settled(decodes[0]).requests.refused == len(refused)
 
 
-def test_warm_up_requests_leave_nothing(stack: Stack) -> None:
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
-    prompt = ids(random.Random(4), 10 * PAGE)
-    with Engines(prefills[0], decodes[0]) as engines:
-        for _ in range(2):
-            turn = engines.turn(prompt, 40, warmup=True)
-            assert turn.error is None, turn.details
-            assert (turn.matched, turn.prefill_matched, turn.delta_pages) == (0, 0, 10)
-    assert settled(decodes[0]).pool.cached == 0
-    assert settled(prefills[0]).pool.cached == 0
-
-
 def test_smaller_priorities_go_first(stack: Stack) -> None:
     prefills, decodes = start_replicas(
         stack,
-        SystemSpec(
+        SmallSystem(
             page_size=PAGE, decode_pool_bytes=12 * PAGE_BYTES, decode_worker_flags=["--synthetic-decode-us", "2000"]
         ),
     )

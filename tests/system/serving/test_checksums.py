@@ -18,6 +18,7 @@ from kvferry.workers.models.interface import Prompt
 from kvferry.workers.models.synthetic import output_token
 from tests.support.devices import WrappedStack
 from tests.support.engines import Engines, Turn, settled, stats
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 WITH_FLIPS = str(Path(__file__).parents[2] / "support" / "with_flips.py")
@@ -69,14 +70,14 @@ def turns_with_flips(spec: SystemSpec, every: int) -> None:
 
 def test_flipped_bits_are_asked_for_again_and_no_wrong_byte_is_read() -> None:
     small = ["--slot-bytes", "6000"]
-    spec = SystemSpec(page_size=PAGE, decode_flags=["--checksums", "on", *small], prefill_flags=small)
+    spec = SmallSystem(page_size=PAGE, decode_flags=["--checksums", "on", *small], prefill_flags=small)
     turns_with_flips(spec, every=8)
 
 
 def test_a_path_that_flips_every_part_ends_in_a_clear_failure() -> None:
     """Here the prefill daemon alone wants checksums, which is enough."""
     with flipping(every=1) as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, prefill_flags=["--checksums", "on"]))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, prefill_flags=["--checksums", "on"]))
         with Engines(prefills[0], decodes[0]) as engines:
             turn = engines.turn(list(range(40)), 4)
         assert turn.code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -12,8 +12,9 @@ import grpc
 import pytest
 
 from kvferry.daemon.cli.stack import Stack, StackError
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
 from tests.support.engines import Engines, Turn, courier_pids, settled, standing_still, stats, wait_until
+from tests.support.stacks import SmallSystem
 from tests.system.clients import client_with_pages
 
 PAGE = 16
@@ -27,7 +28,7 @@ def in_background(engines: Engines, tokens: list[int], max_new: int, into: list[
 
 
 def test_prefill_daemon_down_fails_its_requests_and_it_is_met_again(stack: Stack) -> None:
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
     prompt = list(range(100))
     with Engines(prefills[0], decodes[0]) as engines:
         assert engines.turn(prompt, 4).error is None
@@ -47,7 +48,7 @@ def test_prefill_daemon_down_fails_its_requests_and_it_is_met_again(stack: Stack
 @pytest.mark.nightly
 def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
     slow = ["--synthetic-decode-us", "50000"]
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_worker_flags=slow))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, decode_worker_flags=slow))
     turns: list[Turn] = []
     with Engines(prefills[0], decodes[0]) as engines:
         thread = in_background(engines, list(range(100)), 400, turns)
@@ -65,7 +66,7 @@ def test_a_killed_worker_frees_its_leases(stack: Stack) -> None:
 @pytest.mark.nightly
 def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_released(stack: Stack) -> None:
     """It may still write: its pages are orphaned, and freed only with the kernel's proof."""
-    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    _, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
     decode = decodes[0]
 
     async def break_the_stream() -> None:
@@ -83,7 +84,7 @@ def test_a_worker_with_a_broken_stream_keeps_its_pages_until_its_lock_is_release
 
 
 def test_a_killed_prefill_worker_fails_its_request_cleanly(stack: Stack) -> None:
-    spec = SystemSpec(page_size=PAGE, worker_flags=["--synthetic-prefill-us", "20000", "--chunk-tokens", "16"])
+    spec = SmallSystem(page_size=PAGE, worker_flags=["--synthetic-prefill-us", "20000", "--chunk-tokens", "16"])
     prefills, decodes = start_replicas(stack, spec)
     turns: list[Turn] = []
     with Engines(prefills[0], decodes[0]) as engines:
@@ -99,7 +100,7 @@ def test_a_killed_prefill_worker_fails_its_request_cleanly(stack: Stack) -> None
 
 @pytest.mark.nightly
 def test_a_killed_courier_costs_its_session_only(stack: Stack) -> None:
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
     with Engines(prefills[0], decodes[0]) as engines:
         assert engines.turn(list(range(100)), 4).error is None
         for replica in (prefills[0], decodes[0]):
@@ -118,7 +119,7 @@ def test_a_killed_courier_costs_its_session_only(stack: Stack) -> None:
 
 
 def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
-    spec = SystemSpec(page_size=PAGE, worker_flags=["--synthetic-prefill-us", "20000", "--chunk-tokens", "16"])
+    spec = SmallSystem(page_size=PAGE, worker_flags=["--synthetic-prefill-us", "20000", "--chunk-tokens", "16"])
     prefills, decodes = start_replicas(stack, spec)
     with Engines(prefills[0], decodes[0]) as engines:
         turns: list[Turn] = []
@@ -136,7 +137,7 @@ def test_client_that_leaves_aborts_both_halves(stack: Stack) -> None:
 @pytest.mark.nightly
 def test_a_silent_prefill_daemon_costs_its_requests_only(stack: Stack) -> None:
     """It neither answers nor closes: heard of no more for 3 s, it is lost, and met again when it goes on."""
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
     with Engines(prefills[0], decodes[0]) as engines, Engines(None, decodes[0]) as alone:
         assert engines.turn(list(range(100)), 4).error is None
         with standing_still([prefills[0].daemon.popen.pid]):

@@ -9,11 +9,12 @@ import httpx
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import start_replicas
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
 from kvferry.proto.limits import ERROR_METADATA
 from tests.support.engines import OPTIONS, settled, stats
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 QUEUE = 2
@@ -29,7 +30,7 @@ def decode_half(prefill: str) -> engine_pb2.DecodeRequest:
 
 @pytest.mark.nightly
 def test_a_prefill_daemon_whose_table_is_full(stack: Stack) -> None:
-    spec = SystemSpec(page_size=PAGE, prefills=2, prefill_flags=["--queue", str(QUEUE)])
+    spec = SmallSystem(page_size=PAGE, prefills=2, prefill_flags=["--queue", str(QUEUE)])
     prefills, (decode,) = start_replicas(stack, spec)
     words = ["front", "--listen", "127.0.0.1:0", "--model-name", "synthetic", "--prefill"]
     words += [*(prefill.worker_address for prefill in prefills), "--decode", decode.worker_address]

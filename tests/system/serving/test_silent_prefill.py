@@ -10,10 +10,11 @@ import grpc
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.proto import common_pb2, engine_pb2
 from kvferry.proto.engine_pb2_grpc import EngineStub
 from tests.support.engines import OPTIONS, Engines, settled, stats, wait_until
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 PROMPT = list(range(1, 10 * PAGE + 6))
@@ -43,7 +44,7 @@ def half_a_request(decode: Replica, prefill: Replica) -> Iterator[grpc.Future]:
 )
 def test_who_shares_the_prefix_is_served_by_its_own_prefill_leg(stack: Stack, same_daemon: bool) -> None:
     """The one with a longer prompt, that with the same, and one that comes later; the other one still waits then."""
-    (silent, other), (decode,) = start_replicas(stack, SystemSpec(page_size=PAGE, prefills=2))
+    (silent, other), (decode,) = start_replicas(stack, SmallSystem(page_size=PAGE, prefills=2))
     with half_a_request(decode, silent) as half, Engines(silent if same_daemon else other, decode) as engines:
         for prompt in ([*PROMPT, *range(100)], PROMPT, PROMPT[: 6 * PAGE]):
             turn = engines.turn(prompt, 4, deadline_s=30.0)

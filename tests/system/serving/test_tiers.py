@@ -14,6 +14,7 @@ import pytest
 from kvferry.daemon.cli.stack import Process, Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from tests.support.engines import Engines, grown, settled
+from tests.support.stacks import SmallSystem
 
 PAGE = 16
 PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
@@ -60,7 +61,7 @@ def test_what_the_device_evicts_comes_back_from_the_host(stack: Stack) -> None:
 
 
 def test_prefill_has_a_host_tier_too(stack: Stack) -> None:
-    system = SystemSpec(
+    system = SmallSystem(
         page_size=PAGE,
         prefill_pool_bytes=30 * PAGE_BYTES,
         prefill_flags=["--host-bytes", str(500 * PAGE_BYTES), "--checksums", "on"],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from kvferry.daemon.cli.stack import Stack
-from kvferry.daemon.cli.system import SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
 from tests.support.engines import Engines, settled, stats
+from tests.support.stacks import SmallSystem, running_stack
 
 PAGE = 16
 MIB = 1 << 20
@@ -20,9 +22,28 @@ def ids(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(32_000) for _ in range(n)]
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Replica, Replica]]:
+    """Prefill and decode, for requests that need no system of their own."""
+    with running_stack() as stack:
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
+        yield prefills[0], decodes[0]
+
+
+def test_warm_up_requests_leave_nothing(pair: tuple[Replica, Replica]) -> None:
+    cached = [settled(replica).pool.cached for replica in pair]
+    prompt = ids(random.Random(6), 10 * PAGE)
+    with Engines(*pair) as engines:
+        for _ in range(2):
+            turn = engines.turn(prompt, 40, warmup=True)
+            assert turn.error is None, turn.details
+            assert (turn.matched, turn.prefill_matched, turn.delta_pages) == (0, 0, 10)
+    assert [settled(replica).pool.cached for replica in pair] == cached
+
+
 def test_each_turn_moves_only_its_delta(stack: Stack) -> None:
     """Turn k matches the page-aligned floor of what turn k-1 left, and bytes over NIXL are delta pages and headers."""
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_pool_bytes=8 * MIB))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, decode_pool_bytes=8 * MIB))
     rng = random.Random(1)
     system_prompt = ids(rng, 70)
     expected_pages = prompt_tokens = matched_tokens = 0
@@ -56,21 +77,21 @@ def test_each_turn_moves_only_its_delta(stack: Stack) -> None:
     assert decode.transfers.saved_bytes == matched_tokens // PAGE * PAGE_BYTES
 
 
-def test_a_full_hit_sends_no_page(stack: Stack) -> None:
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+def test_a_full_hit_sends_no_page(pair: tuple[Replica, Replica]) -> None:
+    before = settled(pair[1]).transfers.delta_pages
     prompt = ids(random.Random(2), 5 * PAGE)
-    with Engines(prefills[0], decodes[0]) as engines:
+    with Engines(*pair) as engines:
         first, second = engines.turn(prompt, 5), engines.turn(prompt, 5)
     assert (first.matched, first.delta_pages) == (0, 5)
     assert (second.matched, second.delta_pages) == (5 * PAGE, 0)
     assert first.output == second.output
     assert second.prefill_matched == 4 * PAGE  # the last token's logits are needed
-    assert settled(decodes[0]).transfers.delta_pages == 5
-    settled(prefills[0])
+    assert settled(pair[1]).transfers.delta_pages == before + 5
+    settled(pair[0])
 
 
 def test_pages_larger_than_a_slot_travel_in_parts(stack: Stack) -> None:
-    spec = SystemSpec(
+    spec = SmallSystem(
         page_size=PAGE,
         decode_flags=["--slot-bytes", "5000"],
         prefill_flags=["--slot-bytes", "6000"],
@@ -115,7 +136,7 @@ def test_many_requests_with_one_new_prefix_move_it_once(stack: Stack) -> None:
     rng = random.Random(5)
     prefix = ids(rng, 20 * PAGE)
     prompts = [prefix + ids(rng, 10) for _ in range(32)]
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
     with Engines(prefills[0], decodes[0]) as engines:
         turns = engines.turns(prompts, 4)
     assert [turn.details for turn in turns if turn.error] == []
@@ -139,22 +160,22 @@ def test_what_cannot_be_gets_a_clear_answer(stack: Stack) -> None:
     settled(prefills[0])
 
 
-def test_a_request_without_a_prefill_server_is_computed_where_it_is_decoded(stack: Stack) -> None:
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+def test_a_request_without_a_prefill_server_is_computed_where_it_is_decoded(pair: tuple[Replica, Replica]) -> None:
+    before = settled(pair[1]).transfers.delta_pages
     prompt = list(range(100))
-    with Engines(prefills[0], decodes[0]) as engines, Engines(None, decodes[0]) as alone:
+    with Engines(*pair) as engines, Engines(None, pair[1]) as alone:
         first = engines.turn(prompt, 10)
         again = alone.turn(prompt, 10)
         longer = alone.turn(prompt + first.output + [5] * 40, 10)
     assert again.output == first.output
     assert again.matched == 96
     assert longer.matched == 96
-    assert settled(decodes[0]).transfers.delta_pages == 7
+    assert settled(pair[1]).transfers.delta_pages == before + 7
 
 
 @pytest.mark.nightly
 def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
-    prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE, decode_flags=["--reuse", "off"]))
+    prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, decode_flags=["--reuse", "off"]))
     with Engines(prefills[0], decodes[0]) as engines:
         for _ in range(2):
             turn = engines.turn(list(range(100)), 4)
@@ -165,21 +186,21 @@ def test_reuse_off_moves_everything_every_time(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("spec", "field", "remedy"),
     [
-        (SystemSpec(page_size=16, decode_flags=["--page-size", "32"]), "geometry.page_size", "--page-size"),
+        (SmallSystem(page_size=16, decode_flags=["--page-size", "32"]), "geometry.page_size", "--page-size"),
         pytest.param(
-            SystemSpec(page_size=16, decode_worker_flags=["--dtype", "bfloat16"]),
+            SmallSystem(page_size=16, decode_worker_flags=["--dtype", "bfloat16"]),
             "geometry.dtype",
             "--dtype",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            SystemSpec(page_size=16, decode_worker_flags=["--synthetic-layers", "3"]),
+            SmallSystem(page_size=16, decode_worker_flags=["--synthetic-layers", "3"]),
             "geometry.layers",
             "same model",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            SystemSpec(page_size=16, decode_worker_flags=["--revision", "2"]),
+            SmallSystem(page_size=16, decode_worker_flags=["--revision", "2"]),
             "revision",
             "same weights",
             marks=pytest.mark.nightly,

@@ -17,10 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvferry.client.client import DaemonClient
 from kvferry.client.requests import RequestFailed, RequestName
 from kvferry.daemon.cli.stack import Stack, StackError
-from kvferry.daemon.cli.system import Replica, SystemSpec, start_replicas
+from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.proto import cache_pb2, cache_pb2_grpc, common_pb2, engine_pb2, engine_pb2_grpc, peer_pb2, peer_pb2_grpc
 from kvferry.radix.digests import prompt_digests
 from tests.support.engines import OPTIONS, Engines, Turn, settled, stats, wait_until
+from tests.support.stacks import SmallSystem
 
 pytestmark = pytest.mark.timeout(90)
 PAGE = 16
@@ -29,7 +30,7 @@ PAGE = 16
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[tuple[Replica, Replica]]:
     with Stack() as stack:
-        prefills, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+        prefills, decodes = start_replicas(stack, SmallSystem(page_size=PAGE))
         yield prefills[0], decodes[0]
 
 
@@ -181,7 +182,7 @@ def test_health_and_file_modes(replicas: tuple[Replica, Replica]) -> None:
 
 
 def test_sigterm_lets_what_was_accepted_finish(stack: Stack) -> None:
-    spec = SystemSpec(page_size=PAGE, decode_worker_flags=["--synthetic-decode-us", "20000"])
+    spec = SmallSystem(page_size=PAGE, decode_worker_flags=["--synthetic-decode-us", "20000"])
     prefills, decodes = start_replicas(stack, spec)
     turns: list[Turn] = []
     with Engines(prefills[0], decodes[0]) as engines:
@@ -208,7 +209,7 @@ def test_a_second_daemon_on_the_same_socket_is_refused(stack: Stack) -> None:
 
 
 def test_a_killed_daemons_files_are_removed_by_the_next(stack: Stack) -> None:
-    _, decodes = start_replicas(stack, SystemSpec(page_size=PAGE))
+    _, decodes = start_replicas(stack, SmallSystem(page_size=PAGE, prefills=0))
     mine = {name for name in os.listdir("/dev/shm") if name.startswith("kvferry-")}
     stack.kill(decodes[0].daemon)
     words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", decodes[0].socket]

@@ -11,6 +11,7 @@ import pytest
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, SystemSpec
 from tests.support.engines import Engines, Turn, settled
+from tests.support.stacks import SmallSystem
 from tests.system.serving.ranks import ids
 from tests.system.way_back.conversations import ALWAYS, started
 
@@ -19,7 +20,7 @@ PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
 
 
 def system(prefills: int, *, prefill: Sequence[str] = (), decode: Sequence[str] = ()) -> SystemSpec:
-    return SystemSpec(
+    return SmallSystem(
         page_size=PAGE,
         prefills=prefills,
         decodes=2,

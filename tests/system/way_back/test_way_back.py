@@ -20,6 +20,7 @@ from kvferry.workers.models.transformer import kv_shape
 from tests.support import tiny_models
 from tests.support.engines import Engines, courier_pids, settled, stats, wait_until
 from tests.support.reference import Comparison, Conversation
+from tests.support.stacks import SmallSystem
 from tests.system.serving.ranks import ids
 from tests.system.way_back.conversations import ALWAYS, converse, started
 
@@ -29,7 +30,7 @@ PAGE_BYTES = 4096  # of the synthetic worker's default geometry at page size 16
 
 def system(prefills: int = 1, setting: str = "always", *flags: str, pages: int = 4096) -> SystemSpec:
     both = ["--way-back", setting, *flags]
-    return SystemSpec(
+    return SmallSystem(
         page_size=PAGE,
         prefills=prefills,
         prefill_pool_bytes=pages * PAGE_BYTES,
@@ -53,9 +54,14 @@ def restarted(stack: Stack, prefill: Replica, *flags: str) -> Replica:
     return Replica(prefill.name, daemon, worker, address, stack.ready(worker), prefill.socket)
 
 
-@pytest.mark.parametrize("checksums", [pytest.param("off", marks=pytest.mark.nightly), "on"])
-def test_any_prefill_server_takes_any_turn_as_if_it_had_kept_everything(stack: Stack, checksums: str) -> None:
-    prefills, decodes = started(stack, system(3, "always", "--checksums", checksums))
+@pytest.mark.parametrize(
+    ("servers", "checksums"),
+    [pytest.param(3, "off", marks=pytest.mark.nightly), pytest.param(3, "on", marks=pytest.mark.nightly), (2, "on")],
+)
+def test_any_prefill_server_takes_any_turn_as_if_it_had_kept_everything(
+    stack: Stack, servers: int, checksums: str
+) -> None:
+    prefills, decodes = started(stack, system(servers, "always", "--checksums", checksums))
     turns = converse(decodes[0], prefills, 6, seed=1)
     assert turns[0].prefill_matched == 0
     for turn in turns[1:]:
@@ -116,7 +122,7 @@ def test_what_was_measured_decides(stack: Stack) -> None:
     """An engine that computes slowly fetches; both estimates are in the statistics."""
     spec = system(2, "auto")
     slow = ["--synthetic-prefill-us", "10000", "--chunk-tokens", "64"]
-    spec = SystemSpec(
+    spec = SmallSystem(
         page_size=PAGE,
         prefills=2,
         prefill_flags=spec.prefill_flags,
@@ -143,7 +149,7 @@ def test_what_was_measured_decides(stack: Stack) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("who", [pytest.param("prefill", marks=pytest.mark.nightly), "decode"])
 def test_both_must_have_it(stack: Stack, who: str) -> None:
-    spec = SystemSpec(
+    spec = SmallSystem(
         page_size=PAGE,
         prefills=2,
         prefill_flags=ALWAYS if who == "prefill" else (),
@@ -161,7 +167,7 @@ def test_both_must_have_it(stack: Stack, who: str) -> None:
 def test_ranks_that_share_the_heads_differently(stack: Stack) -> None:
     """Lanes of the way back carry the heads that one of decode's ranks and one of prefill's have in common."""
     both = ["--way-back", "always", "--checksums", "on"]
-    spec = SystemSpec(
+    spec = SmallSystem(
         page_size=PAGE, prefills=2, prefill_flags=[*both, "--ranks", "2"], decode_flags=[*both, "--ranks", "1"]
     )
     prefills, decodes = started(stack, spec)

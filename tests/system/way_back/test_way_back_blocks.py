@@ -27,9 +27,9 @@ HND = replace(NHD, head_runs=1)
 RANKS = {
     "1 to 2": (Share(HND), Share(HND, 2, apart=True)),
     "2 to 1": (Share(HND, 2, apart=True), Share(HND)),
-    "whole pages, 2 to 2": (Share(NHD, 2, apart=True), Share(NHD, 2, apart=True)),
 }
 NIGHTLY = {
+    "whole pages, 2 to 2": (Share(NHD, 2, apart=True), Share(NHD, 2, apart=True)),
     "4 to 2": (Share(HND, 4, apart=True), Share(HND, 2, apart=True)),
     "2 to 4 in one process": (Share(HND, 2), Share(HND, 4)),
     "grouped queries, 1 to 4": (Share(replace(HND, kv_heads=2)), Share(replace(HND, kv_heads=2), 4, apart=True)),

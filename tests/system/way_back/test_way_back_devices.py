@@ -57,6 +57,7 @@ def went_back(prefills: tuple[Replica, ...], decode: Replica) -> int:
     return fetched
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("prefill", "decode", "case"), PLACES)
 def test_each_server_has_back_what_the_other_turns_brought(
     stack: Stack, prefill: tuple[str, ...], decode: tuple[str, ...], case: Case
