@@ -81,7 +81,7 @@ WEIGHTS = {
 
 
 def test_short_lives() -> None:
-    _draw(examples=100, steps=60)
+    _draw(examples=40, steps=60)
 
 
 def test_long_lives() -> None:

@@ -51,19 +51,22 @@ from tests.support.devices import DeviceStack, WrappedStack
 from tests.support.engines import courier_pids
 
 WITH_FLIPS = [sys.executable, str(Path(__file__).parents[2] / "support" / "with_flips.py")]
-# By prefill's pool. Where both have blocks, decode's daemon holds what it does in its host tier.
-KINDS: dict[str, type[Pair]] = {"daemon": BackPair, "engine": EngineBackPair, "engines": BothEnginesPair}
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with DeviceStack() as stack, made(KINDS[request.param], stack) as pair:
-        yield pair
+# By whose pool is an engine's: prefill's, or both. There decode's daemon holds what it does in its host tier.
+KINDS: dict[str, type[Pair]] = {"engine": EngineBackPair, "engines": BothEnginesPair}
 
 
 @pytest.fixture(scope="module")
 def pool_pair() -> Iterator[Pair]:
     with DeviceStack() as stack, made(BackPair, stack) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module", params=["daemon", *KINDS])
+def pair(request: pytest.FixtureRequest, pool_pair: Pair) -> Iterator[Pair]:
+    if request.param == "daemon":
+        yield pool_pair
+        return
+    with DeviceStack() as stack, made(KINDS[request.param], stack) as pair:
         yield pair
 
 
