@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry.channels import open_channel
+from kvferry.daemon.cli import main as cli
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import System, start_system
@@ -43,9 +44,11 @@ def system(stack: Stack) -> System:
     return start_system(stack, SmallSystem(page_size=16))
 
 
-def health(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvferry", "health", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def kvferry(*words: str) -> tuple[int, str]:
+    """The exit status of a command, in this process, and what it shows."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        return cli.main(words), shown.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -64,23 +67,21 @@ def test_a_daemon_without_room_is_not_ready(flags: tuple[str, ...], why: str) ->
         socket = os.path.join(stack.folder, "d.sock")
         words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket, "--metrics", "off", *flags]
         address = stack.ready(stack.start("decode", words))
-        asked = health(address)
-        assert asked.returncode == 1
-        assert asked.stdout.startswith(f"NOT_SERVING: {why}")
-        assert health(address, "--live").returncode == 0
-        assert "decode: no engine is connected; " + why in health(address, "--engine").stdout
+        code, shown = kvferry("health", address)
+        assert code == 1
+        assert shown.startswith(f"NOT_SERVING: {why}")
+        assert kvferry("health", address, "--live")[0] == 0
+        assert "decode: no engine is connected; " + why in kvferry("health", address, "--engine")[1]
         with open_channel(address, None) as channel:
             (lack,) = fetch(channel).lacks
         assert lack.startswith(why)
-        shown = subprocess.run(
-            [sys.executable, "-m", "kvferry", "stats", address], capture_output=True, text=True, timeout=60, check=True
-        )
-        assert "no worker can be served" in shown.stdout
+        code, shown = kvferry("stats", address)
+        assert code == 0 and "no worker can be served" in shown
 
 
 def test_a_system_is_ready_whatever_room_its_pools_have_left(system: System) -> None:
     for replica in (*system.prefills, *system.decodes):
-        assert health(replica.daemon_address, "--engine").stdout == "SERVING\n"
+        assert kvferry("health", replica.daemon_address, "--engine") == (0, "SERVING\n")
 
 
 class Side:

@@ -66,7 +66,7 @@ def test_what_needs_no_extra_runs_without_them() -> None:
     for words in (("--help",), ("config", "show", "--role", "decode"), ("completion", "bash")):
         done = run("httpx", *words)
         assert done.returncode == 0, done.stderr
-    assert "--vllm-decode" not in run("httpx", "completion", "bash").stdout
+    assert "--vllm-decode" not in done.stdout, "of the completion"
 
 
 def test_a_package_of_the_daemons_own_is_no_extra() -> None:

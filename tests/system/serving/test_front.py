@@ -53,14 +53,12 @@ class Ends:
 
 @dataclass(frozen=True)
 class Served:
-    """Three decode servers behind one front end, a fourth alone behind another; all use one prefill server."""
+    """Decode servers behind a front end; all use one prefill server."""
 
     stack: Stack
     prefill: Replica
     decodes: Sequence[Replica]
-    alone: Replica
     url: str
-    url_of_alone: str
 
     @property
     def client(self) -> openai.OpenAI:
@@ -96,9 +94,20 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
+    with running_stack() as stack:
+        yield serving(stack, decodes=3)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Served]:
+    with running_stack() as stack:
+        yield serving(stack, decodes=1)
+
+
+def serving(stack: Stack, decodes: int) -> Served:
     spec = SystemSpec(
         page_size=PAGE,
-        decodes=4,
+        decodes=decodes,
         decode_pool_bytes=16 << 20,
         prefill_pool_bytes=16 << 20,
         worker_flags=[
@@ -107,24 +116,17 @@ def served() -> Iterator[Served]:
         ],
         decode_worker_flags=["--local-prefill-max-tokens", str(LOCAL_PREFILL)],
     )
-    with running_stack() as stack:
-        (prefill,), decodes = start_replicas(stack, spec)
-        fronts = [start_front(stack, prefill, behind) for behind in (decodes[:3], decodes[3:])]
-        urls = [f"http://{stack.ready(front)}" for front in fronts]
-        yield Served(stack, prefill, decodes[:3], decodes[3], *urls)
-
-
-def start_front(stack: Stack, prefill: Replica, decodes: Sequence[Replica]) -> Any:
+    (prefill,), replicas = start_replicas(stack, spec)
     words = ["front", "--listen", "127.0.0.1:0", "--model-name", MODEL, "--load-slack", "1", "--lookup-seconds", "10"]
-    words += ["--prefill", prefill.worker_address]
-    return stack.start("front", [*words, "--decode", *(decode.worker_address for decode in decodes)])
+    words += ["--prefill", prefill.worker_address, "--decode", *(decode.worker_address for decode in replicas)]
+    return Served(stack, prefill, replicas, f"http://{stack.ready(stack.start('front', words))}")
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_held(served: Served) -> Iterator[None]:
     """After each test: no locks, all pages free or cached, all slots granted."""
     yield
-    for replica in (served.prefill, *served.decodes, served.alone):
+    for replica in (served.prefill, *served.decodes):
         settled(replica)
 
 
@@ -174,14 +176,14 @@ def hit_rate(replicas: Sequence[Replica], run: Callable[[], dict[str, Any]]) -> 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("system_tokens", [0, pytest.param(48, marks=pytest.mark.nightly)])
-def test_hit_rate_with_three_decode_servers(served: Served, system_tokens: int) -> None:
+def test_hit_rate_with_three_decode_servers(served: Served, alone: Served, system_tokens: int) -> None:
     """At least 0.9 of what one server with the same load has."""
     words = ["--api", "completions-tokens", "--conversations", "8", "--turns", "4", "--concurrency", "5"]
     words += ["--user-words", "45", "--max-tokens", "12", "--system-words", str(system_tokens)]
     words += ["--seed", str(system_tokens)]
     assigned = [server["assigned"] for server in served.front_stats()["decode"]]
     three = hit_rate(served.decodes, lambda: load(served.url, *words))
-    one = hit_rate([served.alone], lambda: load(served.url_of_alone, *words))
+    one = hit_rate(alone.decodes, lambda: load(alone.url, *words))
     shares = [server["assigned"] - old for server, old in zip(served.front_stats()["decode"], assigned, strict=True)]
     print(f"hit rate {three:.3f} with three decode servers (requests: {shares}), {one:.3f} with one")
     assert sum(shares) == 32
