@@ -19,10 +19,11 @@ mkdir -p "$ROOT/parts" "$ROOT/log" "$PACK" "$OUT_DIR"
 began=$(date +%s)
 said() { echo "== $(($(date +%s) - began)) s: $*"; }
 
-for given in build/sglang-pack/{first,second,third,fourth}; do
+for given in build/sglang-pack/{first,second,third,fourth,router}; do
   if [ -d "$given" ]; then
-    cp -n "$given"/parts/* "$ROOT/parts/"
-    [ -e "$given/wheels" ] && cp -rn "$given"/wheels "$given"/*.sh "$given"/*.py "$PACK/"
+    [ -e "$given/parts" ] && cp -n "$given"/parts/* "$ROOT/parts/"
+    [ -e "$given/wheels" ] && cp -rn "$given/wheels" "$PACK/"
+    [ -e "$given/unpack.sh" ] && cp -n "$given"/*.sh "$given"/*.py "$PACK/"
   fi
 done
 ls -l "$ROOT/parts"

