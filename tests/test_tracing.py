@@ -132,6 +132,15 @@ def test_a_decode_request_with_its_transfer_and_restore(collector: OtlpReceiver)
     assert spans["restore"].error == "1 pages came back wrong"
 
 
+def test_a_request_that_ends_itself_is_over_when_it_is_ready(collector: OtlpReceiver) -> None:
+    traces = RequestTraces("decode")
+    traces.opened(1, NAME, "", 10, "ready")
+    traces.hear(1, wire.WorkerEvent(ready=wire.Ready(name=NAME.to_proto())))
+    traces.hear(1, wire.WorkerEvent(ended=wire.Ended(name=NAME.to_proto())))  # an Abort that has crossed it
+    assert not traces._requests
+    assert set(collected(collector)) == {"decode request"}
+
+
 def test_what_fails_says_so_and_nothing_is_left(collector: OtlpReceiver) -> None:
     traces = RequestTraces("prefill")
     traces.opened(1, NAME, "", tokens=10)

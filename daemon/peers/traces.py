@@ -38,6 +38,7 @@ class _Transfer:
 class _Request:
     span: tracing.Span
     begin: float
+    last: str = "ended"
     pending: bool = True  # its worker has no pages yet
     again: bool = False  # its name was used once more: the Failed that follows is of that
     transfers: set[Hashable] = field(default_factory=set)
@@ -47,8 +48,8 @@ class Traces:
     """The listener to what the shell tells; here nobody listens. Transfers are keys: decode's numbers, prefill's
     (session, number)."""
 
-    def opened(self, worker: int, name: Name, traceparent: str, tokens: int) -> None:
-        """A request has come."""
+    def opened(self, worker: int, name: Name, traceparent: str, tokens: int, last: str = "ended") -> None:
+        """A request has come. `last`: the event that its worker is told last, where all goes well."""
 
     def looked_up(self, worker: int, name: Name, begin: float) -> None:
         """The cache was searched for the request since `begin`."""
@@ -101,13 +102,13 @@ class RequestTraces(Traces):
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def opened(self, worker: int, name: Name, traceparent: str, tokens: int) -> None:
+    def opened(self, worker: int, name: Name, traceparent: str, tokens: int, last: str = "ended") -> None:
         if (running := self._requests.get((worker, name))) is not None:
             running.again = True  # of a name that is in use: the one that runs goes on
             return
         request = str(name)
         span = tracing.span(f"{self._what} request", tracing.checked(traceparent), request=request, tokens=tokens)
-        self._requests[worker, name] = _Request(span, time.monotonic())
+        self._requests[worker, name] = _Request(span, time.monotonic(), last)
 
     def looked_up(self, worker: int, name: Name, begin: float) -> None:
         if (found := self._requests.get((worker, name))) is not None:
@@ -130,6 +131,8 @@ class RequestTraces(Traces):
             request.span.set(matched_tokens=told.matched_tokens)
         elif kind in ("ready", "retract"):
             request.span.event(kind)
+            if kind == request.last:
+                self._end(key, "")
         else:
             self._end(key, told.error.message if kind == "failed" else "")
 

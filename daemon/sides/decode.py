@@ -20,7 +20,7 @@ from kvferry.daemon.core.effects import (
     VerifyRows,
 )
 from kvferry.daemon.core.errors import RequestError, precondition, unavailable
-from kvferry.daemon.core.limits import NO_BLOCKS, Name, check_priority, check_prompt
+from kvferry.daemon.core.limits import NO_BLOCKS, Name, check_priority, check_prompt, hands_in
 from kvferry.daemon.core.tier_copies import CopyStarted
 from kvferry.daemon.peers.dialing import Dial, dial_plainly
 from kvferry.daemon.peers.link import FoundPeerLink, PeerLink
@@ -118,7 +118,8 @@ class DecodeSide(Side[DecodeCore]):
 
     def _admit(self, worker: Worker, name: Name, request: wire.Admit, now: float) -> None:
         # First: whatever is refused below is answered with Failed, which ends a span.
-        self.traces.opened(worker.number, name, request.traceparent, request.tokens)
+        last = "ready" if request.ends_itself and not hands_in(request) else "ended"
+        self.traces.opened(worker.number, name, request.traceparent, request.tokens, last)
         if self.draining and not self.ready_core.comes_back(worker.number, name):
             raise unavailable("the daemon is shutting down; send the request to another one")
         self.check_quarantine()
