@@ -51,11 +51,11 @@ def register() -> None:
 def _read_ahead(registry: Any, kinds: Any) -> None:
     """Hooks versions of which it is known what changes a prompt's pages, and that nothing else does: a wrong one would
     be wrong bytes."""
-    import sglang
+    from sglang.version import __version__
 
     from kvferry.connectors.sglang.versions import READ_AHEAD
 
-    if getattr(sglang, "__version__", "") not in READ_AHEAD:
+    if __version__ not in READ_AHEAD:
         return
     registry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", _read_pages, kinds.BEFORE)
     sends = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"

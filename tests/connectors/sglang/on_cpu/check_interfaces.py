@@ -21,6 +21,8 @@ def test_every_hook_is_applied(sglang: str) -> None:
 
     assert sglang in (*versions.RUN, *versions.READ)
     assert set(HookRegistry._hooks) == HookRegistry._patched and len(HookRegistry._patched) >= 9
+    reads_ahead = "sglang.srt.managers.scheduler.Scheduler.run_batch" in HookRegistry._patched
+    assert reads_ahead is (sglang in versions.READ_AHEAD)
 
 
 def test_the_backend_is_chosen_by_its_name(sglang: str) -> None:
