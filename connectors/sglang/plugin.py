@@ -130,11 +130,9 @@ def _read_pages(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _send_chunk(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    from kvferry.connectors.sglang import read_ahead
+    from kvferry.connectors.sglang.read_ahead import being_sent
 
-    if not hasattr(request.disagg_kv_sender, "pages_read"):
-        return original(scheduler, request, *args, **kwargs)
-    with read_ahead.being_sent(request):
+    with being_sent(request):
         return original(scheduler, request, *args, **kwargs)
 
 

@@ -104,5 +104,5 @@ def pages_being_sent(tokens: int, page_size: int) -> NDArray[np.int32] | None:
     """What was read of the next so many tokens of the request that is being sent; None: SGLang has to read them."""
     if not _sent:
         return None
-    known: PagesRead | None = _sent[-1].disagg_kv_sender.pages_read
+    known: PagesRead | None = getattr(_sent[-1].disagg_kv_sender, "pages_read", None)  # SGLang's own sender has none
     return None if known is None else known.of(_sent[-1].start_send_idx, tokens, page_size)
