@@ -1,7 +1,6 @@
 """A fake GPU driver, whose device memory is this process's, and engines over it or over a real one."""
 
 import ctypes
-import fcntl
 import os
 import shutil
 import subprocess
@@ -13,9 +12,11 @@ import pytest
 from kvferry._core import GpuCopyEngine, GpuError, GpuUnavailable
 from kvferry.daemon.memory import gpu_ranks
 from kvferry.transfer.host_tier.copy_plan import GpuCopies
+from kvferry.workers.smollm import made
 from tests.csrc.gpu_orders import Orders
 from tests.csrc.gpu_pool import Pool
 
+LIBRARY = "libfake_gpu.so"
 FAKE = ("driver.cpp", "kernels.cpp", "orders.cpp")
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -27,17 +28,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("no C++ compiler to make the fake driver with")
     sources = [str(Path(__file__).parent / "fake_gpu" / name) for name in FAKE]
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", *sources, "-o"]
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        path = tmp_path_factory.mktemp("fake") / "libfake_gpu.so"
-        subprocess.run([*command, str(path)], check=True)
-        return str(path)
-    path = tmp_path_factory.getbasetemp().parent / "libfake_gpu.so"  # of all workers of this run, whoever comes first
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            subprocess.run([*command, str(path.with_suffix(".made"))], check=True)
-            path.with_suffix(".made").rename(path)
-    return str(path)
+
+    def compiled(folder: Path) -> None:
+        subprocess.run([*command, str(folder / LIBRARY)], check=True)
+
+    base = tmp_path_factory.getbasetemp()
+    of_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # of all its workers
+    return str(made(of_run / "fake_gpu", compiled) / LIBRARY)
 
 
 @pytest.fixture

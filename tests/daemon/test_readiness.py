@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import os
 import signal
 from collections.abc import Iterator
@@ -14,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from kvferry.channels import open_channel
-from kvferry.daemon.cli import main as cli
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.stats import fetch
 from kvferry.daemon.cli.system import System, start_system
 from kvferry.daemon.config.model import DaemonConfig
 from kvferry.daemon.observe import room
 from kvferry.daemon.observe.room import RoomWatch
+from tests.support.commands import kvferry
 from tests.support.stacks import SmallSystem
 
 
@@ -44,13 +42,6 @@ def system(stack: Stack) -> System:
     return start_system(stack, SmallSystem(page_size=16))
 
 
-def kvferry(*words: str) -> tuple[int, str]:
-    """The exit status of a command, in this process, and what it shows."""
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        return cli.main(words), shown.getvalue()
-
-
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -67,21 +58,22 @@ def test_a_daemon_without_room_is_not_ready(flags: tuple[str, ...], why: str) ->
         socket = os.path.join(stack.folder, "d.sock")
         words = ["serve", "--role", "decode", "--listen", "127.0.0.1:0", "--socket", socket, "--metrics", "off", *flags]
         address = stack.ready(stack.start("decode", words))
-        code, shown = kvferry("health", address)
-        assert code == 1
-        assert shown.startswith(f"NOT_SERVING: {why}")
-        assert kvferry("health", address, "--live")[0] == 0
-        assert "decode: no engine is connected; " + why in kvferry("health", address, "--engine")[1]
+        asked = kvferry("health", address)
+        assert asked.returncode == 1
+        assert asked.stdout.startswith(f"NOT_SERVING: {why}")
+        assert kvferry("health", address, "--live").returncode == 0
+        assert "decode: no engine is connected; " + why in kvferry("health", address, "--engine").stdout
         with open_channel(address, None) as channel:
             (lack,) = fetch(channel).lacks
         assert lack.startswith(why)
-        code, shown = kvferry("stats", address)
-        assert code == 0 and "no worker can be served" in shown
+        shown = kvferry("stats", address)
+        assert shown.returncode == 0 and "no worker can be served" in shown.stdout
 
 
 def test_a_system_is_ready_whatever_room_its_pools_have_left(system: System) -> None:
     for replica in (*system.prefills, *system.decodes):
-        assert kvferry("health", replica.daemon_address, "--engine") == (0, "SERVING\n")
+        asked = kvferry("health", replica.daemon_address, "--engine")
+        assert (asked.returncode, asked.stdout) == (0, "SERVING\n")
 
 
 class Side:

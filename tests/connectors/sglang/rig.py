@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 import grpc
+import numpy as np
 import requests
 import torch.distributed as dist
 
@@ -89,6 +90,11 @@ class Pair:
         for engine in self.engines.values():
             engine.close()
         self.bootstrap.close()
+
+    def is_right(self, req: Any, prompt: list[int]) -> bool:
+        """Whether decode's pages have the prompt's KV."""
+        got = self.decode.shared.slots(self.decode.slots(req, 0, len(prompt)))
+        return np.array_equal(got, kv_of(prompt, 0, len(prompt)))
 
     def requests(self, tokens: Any, **more: Any) -> tuple[Any, Any]:
         """Prefill's and decode's request of one prompt."""

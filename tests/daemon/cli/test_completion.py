@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvferry.daemon.cli.main import COMMANDS, main
+from kvferry.daemon.cli.main import COMMANDS
+from tests.support.commands import kvferry
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +20,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(shell: str) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert main(["completion", shell]) == 0
-    return said.getvalue()
+    done = kvferry("completion", shell)
+    assert done.returncode == 0
+    return done.stdout
 
 
 def completed(script: Path, *words: str) -> set[str]:

@@ -6,17 +6,13 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from kvferry.daemon.cli.main import main
 from kvferry.daemon.cli.stack import Stack
 from kvferry.daemon.cli.system import Replica, start_replicas
 from kvferry.proto import admin_pb2 as admin
@@ -25,29 +21,13 @@ from kvferry.proto import common_pb2 as common
 from kvferry.proto.admin_pb2_grpc import AdminStub
 from kvferry.proto.cache_pb2_grpc import CacheStub
 from kvferry.radix.digests import prompt_digests
+from tests.support.commands import Done, kvferry
 from tests.support.engines import OPTIONS, Engines, settled, stats
 from tests.support.stacks import SmallSystem
 
 pytestmark = pytest.mark.timeout(120)
 PAGE = 16
 TOKENS = list(range(100))  # 6 full pages; with 10 of output (9 of them are in the cache) there are no more
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def kvferry(*words: str, **environment: str) -> Done:
-    """The command line, in this process: to start one takes longer than all that it does."""
-    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err, patch.dict(os.environ, environment):
-        try:
-            status = main(words)
-        except SystemExit as end:  # argparse's; it has printed why
-            status = int(end.code or 0)
-    return Done(status, out.getvalue(), err.getvalue())
 
 
 def digests_of(tokens: list[int]) -> bytes:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.connectors.sglang.rig import PAGE, Pair, kv_of, new_prompt, stats_of, until
+from tests.connectors.sglang.rig import PAGE, Pair, new_prompt, stats_of, until
 from tests.support.devices import DeviceStack
 
 CANARY = 0x5A
@@ -23,11 +22,6 @@ def pair(one_rank: None) -> Iterator[Pair]:
             yield made
         finally:
             made.close()
-
-
-def is_right(pair: Pair, req: Any, prompt: list[int]) -> bool:
-    got = pair.decode.shared.slots(pair.decode.slots(req, 0, len(prompt)))
-    return np.array_equal(got, kv_of(prompt, 0, len(prompt)))
 
 
 def mark_free(pair: Pair) -> dict[int, bytes]:
@@ -48,7 +42,7 @@ def untouched(pair: Pair, marked: dict[int, bytes]) -> bool:
 def test_the_kv_of_a_prompt_is_in_the_pages_of_decode(pair: Pair, tokens: int) -> None:
     prompt = new_prompt(tokens)
     _, ours = pair.exchange(prompt)
-    assert is_right(pair, ours, prompt)
+    assert pair.is_right(ours, prompt)
     assert list(ours.output_ids) == [1000 + tokens]  # by the metadata row
     pair.decode.finish(ours)
 
@@ -56,7 +50,7 @@ def test_the_kv_of_a_prompt_is_in_the_pages_of_decode(pair: Pair, tokens: int) -
 def test_a_prompt_that_is_computed_in_chunks(pair: Pair) -> None:
     prompt = new_prompt(7 * PAGE + 5)
     _, ours = pair.exchange(prompt, chunk=2 * PAGE + 3)
-    assert is_right(pair, ours, prompt)
+    assert pair.is_right(ours, prompt)
     pair.decode.finish(ours)
 
 
@@ -69,7 +63,7 @@ def test_only_what_decode_lacks_travels(pair: Pair) -> None:
     theirs, ours = pair.exchange(second)
     assert pair.prefill.held[theirs.rid] == 4 * PAGE  # they are handed in all the same
     assert stats_of(pair, "decode").transfers.delta_pages == before + 3
-    assert is_right(pair, ours, second)
+    assert pair.is_right(ours, second)
     pair.decode.finish(ours)
 
 
@@ -80,7 +74,7 @@ def test_a_prompt_that_decode_has_whole_needs_its_row_only(pair: Pair) -> None:
     before = stats_of(pair, "decode").transfers.delta_pages
     _, ours = pair.exchange(prompt)
     assert stats_of(pair, "decode").transfers.delta_pages == before
-    assert is_right(pair, ours, prompt) and list(ours.output_ids) == [1000 + len(prompt)]
+    assert pair.is_right(ours, prompt) and list(ours.output_ids) == [1000 + len(prompt)]
     pair.decode.finish(ours)
 
 
@@ -92,7 +86,7 @@ def test_prefill_computes_before_decode_has_asked(pair: Pair) -> None:
     assert pair.prefill.inflight() == []  # its pages stay locked meanwhile
     pair.decode.admit(ours)
     assert pair.decode.arrived(ours) and pair.prefill.is_sent(theirs)
-    assert is_right(pair, ours, prompt)
+    assert pair.is_right(ours, prompt)
     pair.decode.finish(ours)
 
 
@@ -106,7 +100,7 @@ def test_many_at_once(pair: Pair) -> None:
         pair.prefill.compute(theirs, chunk=PAGE)
     for prompt, (_, ours) in zip(prompts, both, strict=True):
         until(lambda ours=ours: pair.decode.turn() is not None and ours.output_ids)
-        assert is_right(pair, ours, prompt)
+        assert pair.is_right(ours, prompt)
         pair.decode.finish(ours)
     left = {theirs.rid for theirs, _ in both}
     until(lambda: left.difference_update(req.rid for req in pair.prefill.inflight()) or not left)
@@ -172,7 +166,7 @@ def test_tenants_are_kept_apart(pair: Pair) -> None:
     assert not pair.decode.arrived(ours)
     until(lambda: theirs in pair.prefill.inflight())
     _, ours = pair.exchange(prompt, extra_key="a")
-    assert is_right(pair, ours, prompt)
+    assert pair.is_right(ours, prompt)
     pair.decode.finish(ours)
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.connectors.sglang.rig import PAGE, Pair, kv_of, new_prompt
+from tests.connectors.sglang.rig import PAGE, Pair, new_prompt
 from tests.support.devices import DeviceStack
 
 CANARY = 0x5A
@@ -40,16 +40,11 @@ def asked() -> Iterator[list[Any]]:
         yield answers
 
 
-def is_right(pair: Pair, req: Any, prompt: list[int]) -> bool:
-    got = pair.decode.shared.slots(pair.decode.slots(req, 0, len(prompt)))
-    return np.array_equal(got, kv_of(prompt, 0, len(prompt)))
-
-
 @pytest.mark.parametrize("chunk", [0, PAGE, 3 * PAGE - 5])
 def test_what_was_read_is_sent(pair: Pair, asked: list[Any], chunk: int) -> None:
     prompt = new_prompt(5 * PAGE + 3)
     _, ours = pair.exchange(prompt, chunk)
-    assert is_right(pair, ours, prompt)
+    assert pair.is_right(ours, prompt)
     sent = [page for read in asked[: -(-len(prompt) // (chunk or len(prompt)))] for page in read.tolist()]
     assert len(sent) == len(set(sent)) == 6
 
@@ -83,7 +78,7 @@ def test_results_that_are_looked_at_behind_the_next_launch(pair: Pair, asked: li
     assert asked[-1] is None
     for theirs, ours in both:
         assert pair.decode.arrived(ours) and pair.prefill.is_sent(theirs)
-        assert is_right(pair, ours, prompt)
+        assert pair.is_right(ours, prompt)
     assert sent == [True] * 5
 
 
@@ -115,6 +110,6 @@ def test_pages_that_gave_way_to_others_are_not_sent(pair: Pair, asked: list[Any]
         pair.prefill.compute_chunk(theirs, 0, len(prompt))
         read.append(asked[-1])
         assert pair.decode.arrived(ours) and pair.prefill.is_sent(theirs)
-        assert is_right(pair, ours, prompt)
+        assert pair.is_right(ours, prompt)
     assert read[0] is not None and read[1] is None
     assert vars(pair.prefill.allocator)["free"] is overwritten

@@ -6,14 +6,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from kvferry.connectors.sglang.plugin import _settle
-from tests.connectors.sglang.rig import PAGE, Pair, kv_of, new_prompt, stats_of, until
+from tests.connectors.sglang.rig import PAGE, Pair, new_prompt, stats_of, until
 from tests.support.devices import DeviceStack
 
 
@@ -50,11 +49,6 @@ def evict(pair: Pair) -> None:
         pair.decode.shared.write(slots, np.full_like(pair.decode.shared.slots(slots), 0x5A))
 
 
-def is_right(pair: Pair, req: Any, prompt: list[int]) -> bool:
-    got = pair.decode.shared.slots(pair.decode.slots(req, 0, len(prompt)))
-    return np.array_equal(got, kv_of(prompt, 0, len(prompt)))
-
-
 def test_what_was_evicted_comes_back_and_does_not_travel_again(pair: Pair) -> None:
     first = new_prompt(5 * PAGE + 3)
     finish(pair, first)
@@ -65,7 +59,7 @@ def test_what_was_evicted_comes_back_and_does_not_travel_again(pair: Pair) -> No
     second = new_prompt(7 * PAGE + 1, before=first)
     _, ours = pair.exchange(second)
     assert stats_of(pair, "decode").transfers.delta_pages == before + 3
-    assert is_right(pair, ours, second)
+    assert pair.is_right(ours, second)
     pair.decode.finish(ours)
     until(lambda: settled(pair))
 
@@ -83,7 +77,7 @@ def test_what_is_evicted_in_part(pair: Pair) -> None:
     third = new_prompt(7 * PAGE + 5, before=second)
     _, ours = pair.exchange(third)
     assert stats_of(pair, "decode").transfers.delta_pages == before + 2
-    assert is_right(pair, ours, third)
+    assert pair.is_right(ours, third)
     pair.decode.finish(ours)
     until(lambda: settled(pair))
 
@@ -99,7 +93,7 @@ def test_an_engine_that_starts_anew_has_what_the_one_before_it_finished(pair: Pa
     before = stats_of(pair, "decode").transfers.delta_pages
     _, ours = pair.exchange(prompt)
     assert stats_of(pair, "decode").transfers.delta_pages == before + 1
-    assert is_right(pair, ours, prompt)
+    assert pair.is_right(ours, prompt)
     pair.decode.finish(ours)
     until(lambda: settled(pair))
 
